@@ -1,0 +1,139 @@
+"""Write text with a trained model: `python sample.py runs/NAME --prompt "Before we"`.
+
+The text appears as it is made. Past the context the window slides: the model sees the last `block`
+tokens. Exit codes: 0, 2 bad input (one line), 130 interrupted.
+"""
+
+import argparse
+import codecs
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+
+from data.prepare import tokenizer
+from nanonorm import Config, Transformer
+
+FORMAT = 1  # of ckpt.pt
+
+
+def load_checkpoint(path):
+    """The dict in a run's ckpt.pt: format, config, step and best in state, model, optimizer, …
+
+    ValueError, in one line, if the file is missing, damaged or not one of ours. No code in the file
+    can run: it is read with `weights_only=True`.
+    """
+    path = Path(path)
+    older = path.with_name("ckpt.prev.pt")
+    hint = f"; the one before it is {older}" if older.exists() and older != path else ""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist{hint}")
+    try:
+        damaged = zipfile.ZipFile(path).testzip()  # torch.load itself checks no CRC
+        state = torch.load(path, map_location="cpu", weights_only=True) if not damaged else None
+    except Exception:
+        raise ValueError(f"{path} is cut short, damaged or not a checkpoint{hint}") from None
+    if damaged:
+        raise ValueError(f"{path} is damaged{hint}")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a nanonorm checkpoint of format {FORMAT}{hint}")
+    return state
+
+
+def load_run(folder):
+    """(model in eval mode, tokenizer) of a run's folder or ckpt.pt. ValueError if unreadable."""
+    path = Path(folder)
+    state = load_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
+    model = Transformer(Config.from_dict(state["config"]))
+    model.load_state_dict(state["model"])
+    return model.eval(), tokenizer(model.config.vocab)
+
+
+@torch.no_grad()
+def generate(model, ids, tokens, temperature=0.8, top_k=50, seed=0):
+    """Yield `tokens` further token ids after the list `ids` (at least one id).
+
+    temperature 0: the likeliest token each time; top_k 0: all tokens may be drawn.
+    """
+    device = model.embed.weight.device
+    rng = torch.Generator().manual_seed(seed)
+    ids = list(ids)
+    for _ in range(tokens):
+        window = torch.tensor([ids[-model.config.block :]], device=device)
+        logits = model(window)[0, -1].double().cpu()
+        if top_k:
+            kept, where = logits.topk(min(top_k, len(logits)))
+        else:
+            kept, where = logits, torch.arange(len(logits))
+        if temperature == 0:
+            pick = kept.argmax()
+        else:
+            # the largest is taken off first: a tiny temperature cannot overflow
+            p = ((kept - kept.max()) / temperature).softmax(-1)
+            pick = torch.multinomial(p, 1, generator=rng)[0]
+        ids.append(where[pick].item())
+        yield ids[-1]
+
+
+def stream_text(model, encoding, prompt="", **options):
+    """Yield the text after `prompt` piece by piece; a character cut between tokens is held back."""
+    start = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for i in generate(model, start, **options):
+        if i == encoding.eot_token:
+            yield decoder.decode(b"", final=True) + "\n\n"
+        else:
+            yield decoder.decode(encoding.decode_single_token_bytes(i))
+    yield decoder.decode(b"", final=True)
+
+
+def sample_run(folder, prompt="", **options):
+    """The text that the model of a run's folder writes after `prompt`, in one piece."""
+    model, encoding = load_run(folder)
+    return "".join(stream_text(model, encoding, prompt, **options))
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+
+
+def parse(argv):
+    p = Parser(prog="sample.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("run", help="the folder of a run, such as runs/NAME, or a ckpt.pt")
+    p.add_argument("--prompt", default="", help="text to go on from (default: none)")
+    p.add_argument("--tokens", type=int, default=200, help="how many tokens to write (200)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
+    p.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest; 0 is off (50)")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    args = p.parse_args(argv)
+    if args.tokens < 0 or args.top_k < 0 or not 0 <= args.seed < 2**63:
+        raise ValueError("--tokens, --top-k and --seed must be at least 0")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError("--temperature must be at least 0 and finite")
+    return args
+
+
+def main(argv=None):
+    """The command. Returns the exit code."""
+    try:
+        args = parse(argv)
+        model, encoding = load_run(args.run)
+    except (ValueError, OSError) as e:
+        print(f"sample.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    options = {k: getattr(args, k) for k in ("tokens", "temperature", "top_k", "seed")}
+    sys.stdout.reconfigure(encoding="utf-8")  # any character can come, whatever the locale
+    try:
+        print(args.prompt, end="", flush=True)
+        for piece in stream_text(model, encoding, args.prompt, **options):
+            print(piece, end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
