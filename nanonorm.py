@@ -11,7 +11,7 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 import torch.nn as nn
@@ -548,48 +548,58 @@ INITS = {
 # ---- Configuration ------------------------------------------------------------------------------
 
 
+# What the released code calls some variants: not accepted, but understood.
+RELEASE_NAMES = {"deeppost": "deepnorm", "post_pre": "mix", "deeppost_gpas": "deepnorm+gpas",
+                 "post_pre_gpas": "mix+gpas"}  # fmt: skip
+
+
 def one_of(what, value, names):
     """value if it is one of `names`; else ValueError with the names and the nearest one."""
     if value in names:
         return value
-    near = difflib.get_close_matches(str(value).lower(), [str(n) for n in names], n=1)
+    word = RELEASE_NAMES.get(value, str(value).lower())
+    near = difflib.get_close_matches(word, [str(n) for n in names], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise ValueError(f"unknown {what} {value!r}{hint}; one of: {', '.join(map(str, names))}")
+
+
+def option(default, text):
+    """A field of Config with its meaning, which `train.py --help` shows too."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class Config:
     """The shape and the wiring of a model. Raises ValueError, with one line, for what cannot be.
 
-    norm: a name of VARIANTS, `NAME+gpas`, or `gpas` for `pre+gpas` (names are lower case).
-    ffn: hidden width of the FFN; None: 8/3·dim, rounded up to a multiple of 8.
-    init: a name of INITS; None: the variant's own. embed_std: std of the embedding, apart from it.
+    Names are lower case. `None` stands for a default that depends on other fields; it is resolved.
     """
 
-    layers: int = 8
-    dim: int = 128
-    heads: int = 4
-    ffn: int | None = None
-    vocab: int = 2048
-    block: int = 64  # context length, in tokens
-    norm: str = "pre"
-    norm_kind: str = "rms"
-    norm_eps: float = 1e-6
-    rope_theta: float = 1e4
-    init: str | None = None
-    embed_std: float = BASE_STD  # 0.02, or √(2/5) as in the Mix-LN and GPAS releases
-    embed_norm: bool | None = None  # a norm on the embedding; None: as the variant has it
-    scale_init_constant: float = 1.0  # the paper says O(1/√L); 0.7071 makes it Megatron's 1/√(2L)
-    mix_fraction: float = 0.25
-    lns_exponent: float = 0.5
-    lns_sites: str = "both"  # which norms are scaled: both, attn, ffn
-    lns_unscaled_last: int = 0  # the last so many blocks are left unscaled
-    lns_learnable: bool = False  # the factor is the start of the learned gain (GPAS repository)
-    gpas_gate: str = "block"  # one α per block (released code) or per sublayer (paper's text)
-    gpas_placement: str = "auto"  # auto (the variant's) or one of PLACEMENTS
-    gpas_act: str = "silu"
-    gpas_stop_gradient: bool = True
-    gpas_fixed: float | None = None  # hold α at this value instead of learning it
+    layers: int = option(8, "number of blocks, L")
+    dim: int = option(128, "width of the stream, C")
+    heads: int = option(4, "attention heads")
+    ffn: int | None = option(None, "hidden width of the FFN (8/3 dim, up to a multiple of 8)")
+    vocab: int = option(2048, "vocabulary size; texts take 257 to 50257")
+    block: int = option(64, "context length, in tokens")
+    norm: str = option("pre", f"variant: {' '.join(VARIANTS)}; NAME+gpas; gpas is pre+gpas")
+    norm_kind: str = option("rms", f"{' '.join(NORM_KINDS)}")
+    norm_eps: float = option(1e-6, "epsilon of the norms")
+    rope_theta: float = option(1e4, "base of the rotary angles")
+    init: str | None = option(None, f"{' '.join(INITS)} (the variant's own)")
+    embed_std: float = option(BASE_STD, "std of the embedding at init, whatever the init")
+    embed_norm: bool | None = option(None, "a norm on the embedding (only with peri)")
+    # the paper gives O(1/√L) only; 0.7071 makes it Megatron's 1/√(2L)
+    scale_init_constant: float = option(1.0, "k of scale_init's outputs × k/√L")
+    mix_fraction: float = option(0.25, "mix: share of the blocks, the first ones, that are Post-LN")
+    lns_exponent: float = option(0.5, "lns: β of the factor l^(−β)")
+    lns_sites: str = option("both", "lns: norms that are scaled: both attn ffn")
+    lns_unscaled_last: int = option(0, "lns: leave so many last blocks unscaled")
+    lns_learnable: bool = option(False, "lns: the factor is the start of the gain, not fixed")
+    gpas_gate: str = option("block", "one gate per block (as released) or per sublayer (paper)")
+    gpas_placement: str = option("auto", f"auto (the variant's) {' '.join(PLACEMENTS)}")
+    gpas_act: str = option("silu", f"gate activation: {' '.join(GATE_ACTS)}")
+    gpas_stop_gradient: bool = option(True, "off: the naive ablation (1 − SiLU(α))·x")
+    gpas_fixed: float | None = option(None, "hold every α at this value instead of learning it")
 
     def __post_init__(self):
         for f in fields(self):
@@ -601,7 +611,7 @@ class Config:
         self.norm = base + plus + extra
         if self.ffn is None:
             self.ffn = -(-8 * self.dim // 24) * 8
-        self.init = one_of("init", self.init or self.variant.init, INITS)
+        self.init = one_of("init", self.variant.init if self.init is None else self.init, INITS)
         if self.embed_norm is None:
             self.embed_norm = self.variant.embed_norm
         for name, names in (("norm_kind", NORM_KINDS), ("lns_sites", ("both", "attn", "ffn")),
@@ -859,7 +869,8 @@ def fold(model):
     c = model.config
     if c.variant not in (Pre, LNS) or (c.gpas and c.gpas_placement not in ("auto", "sum")):
         raise ValueError(f"cannot fold {c.norm}, placement {c.gpas_placement}: only pre, lns, gpas")
-    plain = Transformer(Config.from_dict(c.to_dict() | {"norm": "pre"}))
+    with torch.random.fork_rng():  # the draws of a model to be overwritten must not count
+        plain = Transformer(Config.from_dict(c.to_dict() | {"norm": "pre"}))
     plain.to(model.embed.weight.device, model.embed.weight.dtype)
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if "gate" not in k})
     P = 1.0
@@ -891,7 +902,7 @@ def block_grad_norms(model):
     for block in model.blocks:
         grads = [p.grad for p in block.parameters() if p.grad is not None]
         norms.append(nn.utils.get_total_norm(grads) if grads else torch.zeros(()))
-    return torch.stack(norms)
+    return torch.stack([n.to(norms[0].device) for n in norms])
 
 
 def at_init(norm, layers=64, dim=64, init=None, batch=4, seed=0):

@@ -6,6 +6,7 @@ tokens. Exit codes: 0, 2 bad input (one line), 130 interrupted.
 
 import argparse
 import codecs
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -26,7 +27,7 @@ def load_checkpoint(path):
     """
     path = Path(path)
     older = path.with_name("ckpt.prev.pt")
-    hint = f"; the one before it is {older}" if older.exists() and older != path else ""
+    hint = f"; the one before it is there: {older}" if older.exists() and older != path else ""
     if not path.is_file():
         raise ValueError(f"{path} does not exist{hint}")
     try:
@@ -45,8 +46,11 @@ def load_run(folder):
     """(model in eval mode, tokenizer) of a run's folder or ckpt.pt. ValueError if unreadable."""
     path = Path(folder)
     state = load_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
-    model = Transformer(Config.from_dict(state["config"]))
-    model.load_state_dict(state["model"])
+    try:
+        model = Transformer(Config.from_dict(state["config"]))
+        model.load_state_dict(state["model"])
+    except (RuntimeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"the weights in {path} do not fit the config in it") from None
     return model.eval(), tokenizer(model.config.vocab)
 
 
@@ -124,7 +128,8 @@ def main(argv=None):
         print(f"sample.py: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     options = {k: getattr(args, k) for k in ("tokens", "temperature", "top_k", "seed")}
-    sys.stdout.reconfigure(encoding="utf-8")  # any character can come, whatever the locale
+    if hasattr(sys.stdout, "reconfigure"):  # any character can come, whatever the locale
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         print(args.prompt, end="", flush=True)
         for piece in stream_text(model, encoding, args.prompt, **options):
@@ -132,6 +137,8 @@ def main(argv=None):
         print()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader (head, less) has gone: not a fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -27,51 +27,16 @@ import torch
 
 from data.batches import evaluate, get_batch, window_starts
 from data.prepare import NAMES, load, prepare
-from nanonorm import (
-    GATE_ACTS,
-    INITS,
-    PLACEMENTS,
-    VARIANTS,
-    Config,
-    Transformer,
-    block_grad_norms,
-    one_of,
-    stream_variance,
-)
+from nanonorm import GATE_ACTS, Config, Transformer, block_grad_norms, one_of, stream_variance
 from sample import FORMAT, load_checkpoint, sample_run
 
 HERE = Path(__file__).resolve().parent
 
 # ---- Settings: the flags in one table, the sizes in another -------------------------------------
 
-# name: (type or choices, help, smallest, largest). Config checks the ranges of its own fields.
+# name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
 FLAGS = {
-    "Model": {
-        "norm": (str, f"block variant: {' '.join(VARIANTS)}; NAME+gpas adds GPAS, gpas: pre+gpas"),
-        "layers": (int, "number of blocks"),
-        "dim": (int, "width of the stream"),
-        "heads": (int, "attention heads"),
-        "ffn": (int, "hidden width of the FFN (default: 8/3 dim, up to a multiple of 8)"),
-        "vocab": (int, "vocabulary size, 257 to 50257: the first ranks of GPT-2's"),
-        "block": (int, "context length, in tokens"),
-        "norm_kind": (str, "rms or layer"),
-        "norm_eps": (float, "epsilon of the norms"),
-        "rope_theta": (float, "base of the rotary angles"),
-        "init": (str, f"{' '.join(INITS)} (default: the variant's own)"),
-        "embed_std": (float, "std of the embedding at init"),
-        "embed_norm": (bool, "a norm on the embedding (default: with peri only)"),
-        "scale_init_constant": (float, "k in scale_init's k/√L"),
-        "mix_fraction": (float, "mix: the share of blocks, from the first, that are Post-LN"),
-        "lns_exponent": (float, "lns: β of the factor l^(−β)"),
-        "lns_sites": (str, "lns: norms that are scaled: both, attn or ffn"),
-        "lns_unscaled_last": (int, "lns: leave so many last blocks unscaled"),
-        "lns_learnable": (bool, "lns: the factor is the start of the learned gain, not fixed"),
-        "gpas_gate": (str, "one gate per block or per sublayer"),
-        "gpas_placement": (str, f"auto (the variant's) {' '.join(PLACEMENTS)}"),
-        "gpas_act": (str, f"gate activation: {' '.join(GATE_ACTS)}"),
-        "gpas_stop_gradient": (bool, "off: the naive ablation (1 − SiLU(α))·x"),
-        "gpas_fixed": (float, "hold every α at this value instead of learning it"),
-    },
+    "Model": {f.name: (f.type, f.metadata["help"]) for f in fields(Config)},
     "Data and batches": {
         "data": (str, "shakespeare, sotu, c4 or a UTF-8 text file"),
         "batch": (int, "sequences in one forward", 1),
@@ -119,7 +84,9 @@ PAPER = {
     "beta2": 0.999, "embed_std": 0.4**0.5, "seed": 42, "eval_every": 1000, "save_every": 1000,
 }  # fmt: skip
 SIZES = {
-    "tiny": dict(layers=8, dim=96, heads=4, vocab=2048, block=64, batch=12, steps=1000, lr=4e-3),
+    # about a minute on two cores; the larger embedding is worth 0.13 bits/byte at this length
+    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=600, lr=4e-3,
+                 embed_std=0.4**0.5, eval_every=100, save_every=100),
     "71m": PAPER | dict(layers=12, dim=512, ffn=1368, heads=8, steps=10_000, lr=1e-3),
     "130m": PAPER | dict(layers=12, dim=768, ffn=2048, heads=12, steps=20_000, lr=1e-3),
     # width 768 as in every released config (247M parameters); Mix-LN's table says 1024
@@ -156,7 +123,8 @@ def parse(argv):
     for group, flags in FLAGS.items():
         g = p.add_argument_group(group)
         for name, (kind, text, *_) in flags.items():
-            kw = {"action": argparse.BooleanOptionalAction} if kind is bool else {"metavar": "X"}
+            switch = kind in (bool, bool | None)
+            kw = {"action": argparse.BooleanOptionalAction} if switch else {"metavar": "X"}
             shown = SIZES["tiny"].get(name, DEFAULTS.get(name))
             text += f" ({shown})" if shown is not None else ""
             g.add_argument(flag(name), help=text, **kw)
@@ -181,12 +149,13 @@ def typed(name, text):
     kind, _, low, high = (*TABLE[name], None, None)[:4]
     if isinstance(kind, tuple):
         return one_of(flag(name), text, kind)
-    if kind not in (int, float):
+    number = next((t for t in (int, float) if kind in (t, t | None)), None)
+    if number is None:
         return text
     try:
-        value = kind(text)
+        value = number(text)
     except ValueError:
-        what = "whole number" if kind is int else "number"
+        what = "whole number" if number is int else "number"
         raise BadInput(f"{flag(name)} needs a {what}, not {text!r}") from None
     if not math.isfinite(value) or (low is not None and value < low):
         raise BadInput(f"{flag(name)} {text} must be {'finite' if low is None else f'≥ {low}'}")
@@ -324,11 +293,15 @@ def run_name(s):
 def write_atomically(path, write):
     """write(file) into a temporary file, flush it to the disk, then rename it to `path`."""
     tmp = path.with_name(path.name + ".tmp")
-    with open(tmp, "wb") as f:
-        write(f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(tmp, path)
+    try:
+        with open(tmp, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)  # a full disk must not stay full because of us
+        raise
 
 
 def write_json(path, d):
@@ -346,7 +319,10 @@ def save_checkpoint(folder, state):
         except OSError:  # a file system without links
             shutil.copyfile(ckpt, tmp)
         os.replace(tmp, prev)
-    write_atomically(ckpt, lambda f: torch.save(state, f))
+    try:
+        write_atomically(ckpt, lambda f: torch.save(state, f))
+    except RuntimeError as e:  # what torch makes of a write that failed
+        raise OSError(f"cannot write {ckpt} ({e}); the checkpoint before is intact") from None
 
 
 class Table:
@@ -502,10 +478,13 @@ def train(s, config, folder, data, resume=None):
     state = {"step": 0, "seconds": 0.0, "first": None, "mean": None, "var": None, "above": 0,
              "spikes": 0, "best": None}  # fmt: skip
     if resume:
-        model.load_state_dict(resume["model"])
-        opt.load_state_dict(resume["optimizer"])
-        scaler.load_state_dict(resume["scaler"])
-        state = resume["state"]
+        try:
+            model.load_state_dict(resume["model"])
+            opt.load_state_dict(resume["optimizer"])
+            scaler.load_state_dict(resume["scaler"])
+            state |= resume["state"]
+        except (RuntimeError, ValueError, KeyError, TypeError):
+            raise BadInput("the checkpoint does not fit the run's config.json") from None
     describe(model, s, meta)
     if s["compile"] == "on":
         model.compile_blocks()
@@ -667,7 +646,9 @@ def setup(argv):
     if resume is None:
         s, config = resolve(size, given)
         return s, config, new_folder(out, s), prepared(s), None
-    folder = Path(resume)
+    folder, path = Path(resume), Path(resume) / "ckpt.pt"
+    if folder.is_file():  # a checkpoint by name, such as the one before
+        folder, path = folder.parent, folder
     if size or out:
         raise BadInput(f"--{'size' if size else 'out'} cannot be given with --resume")
     try:
@@ -682,7 +663,7 @@ def setup(argv):
     s |= {k: wanted[k] for k in FREE_ON_RESUME}
     data = prepared(s)
     # killed before its first checkpoint, a run begins anew
-    ckpt = load_checkpoint(folder / "ckpt.pt") if any(folder.glob("ckpt*.pt")) else None
+    ckpt = load_checkpoint(path) if any(folder.glob("ckpt*.pt")) else None
     if saved["data_meta"]["fingerprint"] != data[2]["fingerprint"]:
         raise BadInput(f"the text {s['data']} has changed since the run in {folder} began")
     return s, config, folder, data, ckpt
@@ -690,6 +671,9 @@ def setup(argv):
 
 def main(argv=None):
     """The command. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a plain C locale knows no × or β
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         s, config, folder, data, ckpt = setup(argv)
         folder.mkdir(parents=True, exist_ok=True)

