@@ -85,7 +85,7 @@ PAPER = {
 }  # fmt: skip
 SIZES = {
     # about a minute on two cores; the larger embedding is worth 0.13 bits/byte at this length
-    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=600, lr=4e-3,
+    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=500, lr=4e-3,
                  embed_std=0.4**0.5, eval_every=100, save_every=100),
     "71m": PAPER | dict(layers=12, dim=512, ffn=1368, heads=8, steps=10_000, lr=1e-3),
     "130m": PAPER | dict(layers=12, dim=768, ffn=2048, heads=12, steps=20_000, lr=1e-3),

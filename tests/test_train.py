@@ -46,7 +46,7 @@ def floats(rows, column):
 FLAGS = {  # every setting with a value that is not its default; a new flag needs a row
     "norm": "lns",
     "layers": 3,
-    "dim": 32,
+    "dim": 48,
     "heads": 1,
     "ffn": 40,
     "vocab": 300,
@@ -141,6 +141,7 @@ def test_a_flag_given_either_way_is_the_setting(name):
     value = FLAGS[name]
     base = ["--device=cpu", "--norm=gpas"] if name == "gpas_fixed" else ["--device=cpu"]
     base += ["--compile=off"] if name != "compile" else []
+    base += ["--heads=2"] if name == "dim" else []
     if isinstance(value, bool):
         yes, no = resolved(*base, flag(name)), resolved(*base, flag(name).replace("--", "--no-", 1))
         assert (yes[0][name], no[0][name]) == (True, False)
@@ -180,7 +181,7 @@ def test_ffn_follows_a_given_width_and_is_the_sizes_otherwise():
     assert resolved("--size=130m", "--device=cpu", "--layers=3")[0]["ffn"] == 2048
     assert resolved("--size=130m", "--device=cpu", "--dim=96")[0]["ffn"] == 256  # 8/3 · 96
     assert resolved("--size=130m", "--device=cpu", "--dim=96", "--ffn=77")[0]["ffn"] == 77
-    assert resolved("--dim=104")[0]["ffn"] == 280  # 277.3, up to a multiple of 8
+    assert resolved("--dim=104", "--heads=2")[0]["ffn"] == 280  # 277.3, up to a multiple of 8
 
 
 def test_gpas_means_pre_with_gpas():
@@ -1200,7 +1201,7 @@ def test_the_default_folder_is_beside_the_script_and_gets_a_number_when_taken(
 
 
 def test_the_name_of_a_run_tells_settings_apart():
-    base = ["--device=cpu", "--compile=off"]
+    base = ["--device=cpu", "--compile=off", "--heads=2"]
     names = {train.run_name(resolved(*base)[0])}
     telling = [n for n in FLAGS if n not in SILENT]
     for name in set(telling) - {"ffn", "warmup", "min_lr", "device", "dtype", "compile"}:
