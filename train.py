@@ -86,8 +86,8 @@ PAPER = {
 SIZES = {
     # about a minute on two cores. The embedding's std decides what a run this short reaches: with
     # 0.02 pre learns slowly (2.32 bits/byte), with √(2/5) it gets to 2.17, but span collapses
-    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=500, lr=4e-3,
-                 embed_std=0.1, log_every=25, eval_every=75, save_every=100),
+    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=500, lr=3e-3,
+                 embed_std=0.1, log_every=20, eval_every=70, save_every=100),
     "71m": PAPER | dict(layers=12, dim=512, ffn=1368, heads=8, steps=10_000, lr=1e-3),
     "130m": PAPER | dict(layers=12, dim=768, ffn=2048, heads=12, steps=20_000, lr=1e-3),
     # width 768 as in every released config (247M parameters); Mix-LN's table says 1024
