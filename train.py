@@ -84,8 +84,8 @@ PAPER = {
     "beta2": 0.999, "embed_std": 0.4**0.5, "seed": 42, "eval_every": 1000, "save_every": 1000,
 }  # fmt: skip
 SIZES = {
-    # about a minute on two cores. The embedding's std decides what a run this short reaches: with
-    # 0.02 pre learns slowly (2.32 bits/byte), with √(2/5) it gets to 2.17, but span collapses
+    # about a minute on two cores. Pre-LN would learn faster from a larger embedding (std 0.2, lr
+    # 4e-3), but SpanNorm collapses there; data/results/ has both runs
     "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=500, lr=3e-3,
                  embed_std=0.1, log_every=20, eval_every=70, save_every=100),
     "71m": PAPER | dict(layers=12, dim=512, ffn=1368, heads=8, steps=10_000, lr=1e-3),
