@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
@@ -46,7 +47,7 @@ FLAGS = {
         "steps": (int, "number of updates", 1),
         "lr": (float, "peak learning rate of AdamW", 0),
         "warmup": (int, "updates of linear warm-up (default: a tenth of the steps)", 0),
-        "min_lr": (float, "learning rate of the last update (default: a tenth of the peak)", 0),
+        "min_lr": (float, "learning rate at which the cosine ends (default: a tenth of the peak)", 0),
         "weight_decay": (float, "on matrices only", 0),
         "beta1": (float, "AdamW β₁", 0, 0.999999),
         "beta2": (float, "AdamW β₂", 0, 0.999999),
@@ -347,6 +348,9 @@ class Table:
         self.writer.writerows([f"{v:.7g}" if isinstance(v, float) else v for v in r] for r in rows)
         self.f.flush()
 
+    def close(self):
+        self.f.close()
+
 
 def lock(folder):
     """Hold the folder until the returned file is closed; BadInput if another process holds it."""
@@ -489,12 +493,10 @@ def train(s, config, folder, data, resume=None):
     describe(model, s, meta)
     if s["compile"] == "on":
         model.compile_blocks()
-    log = Table(folder / "log.csv", LOG, state["step"])
-    layers = Table(folder / "layers.csv", LAYERS, state["step"])
     bits = meta["train_tokens"] / meta["train_bytes"] / math.log(2)  # (nats/token) to (bits/byte)
     val_bits = (len(val_ids) - 1) / meta["val_bytes"] / math.log(2)
     diverged, mark, stream = None, (state["step"], state["seconds"]), []
-    act, clip = GATE_ACTS[config.gpas_act], torch.nn.utils.clip_grad_norm_
+    act, total_norm = GATE_ACTS[config.gpas_act], torch.nn.utils.get_total_norm
 
     def watch(l, x):  # the stream after block l; 0 is the embedding
         if l:
@@ -516,7 +518,11 @@ def train(s, config, folder, data, resume=None):
         })  # fmt: skip
 
     write_status("running")
-    with Interrupts() as interrupts:
+    with (
+        closing(Table(folder / "log.csv", LOG, state["step"])) as log,
+        closing(Table(folder / "layers.csv", LAYERS, state["step"])) as layers,
+        Interrupts() as interrupts,
+    ):
         while state["step"] < s["steps"] and not interrupts.asked:
             started, step = time.perf_counter(), state["step"] + 1
             logging = step in (1, s["steps"]) or step % s["log_every"] == 0
@@ -532,21 +538,26 @@ def train(s, config, folder, data, resume=None):
                 loss += part.item()
             model.tap = None
             scaler.unscale_(opt)
-            block_norms = block_grad_norms(model) if logging else None  # before clipping
-            norm = clip(others, s["clip"] or math.inf).item()
-            if gates:
-                norm = math.hypot(norm, clip(gates, s["gate_clip"] or math.inf).item())
+            norms = [total_norm([p.grad for p in part]) for part in (others, gates)]
+            norm = math.hypot(*(n.item() for n in norms))
             if scaler.is_enabled() and math.isfinite(loss):
                 diverged = None  # an overflow of scaled fp16 gradients is the scaler's to handle
             else:
                 diverged = diverges(state, loss, norm, patience=max(50, s["steps"] // 10))
+            if logging or diverged:
+                block_norms = block_grad_norms(model)  # before clipping
             if diverged:  # the weights are not touched; look at the blocks once more, as they are
                 stream.clear()
                 model.tap = watch
                 with torch.no_grad():
                     loss_of(ids, targets)
-                block_norms, logging = block_grad_norms(model), True
+                logging = True
             else:
+                for part, most, n in zip(
+                    (others, gates), ("clip", "gate_clip"), norms, strict=True
+                ):
+                    if s[most]:
+                        torch.nn.utils.clip_grads_with_norm_(part, s[most], n)
                 for group in opt.param_groups:
                     group["lr"] = lr
                 scaler.step(opt)
@@ -654,18 +665,21 @@ def setup(argv):
         raise BadInput(f"--{'size' if size else 'out'} cannot be given with --resume")
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        s = {k: saved[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
+        fingerprint = saved["data_meta"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
         raise BadInput(f"{folder} has no readable config.json: nothing to resume") from None
-    s = {k: saved[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
     wanted, config = resolve(saved["size"], {k: saved[k] for k in TABLE} | given)
     fixed = [k for k in given if k not in FREE_ON_RESUME and given[k] != "auto"]
     if refused := [f"{flag(k)} {wanted[k]} (was {s[k]})" for k in fixed if wanted[k] != s[k]]:
         raise BadInput(f"a resumed run cannot change {', '.join(refused)}: start a new one")
     s |= {k: wanted[k] for k in FREE_ON_RESUME}
+    if given.get("device") == "auto":  # on another kind of machine the numbers change, if one asks
+        s["device"] = wanted["device"]
     data = prepared(s)
     # killed before its first checkpoint, a run begins anew
     ckpt = load_checkpoint(path) if any(folder.glob("ckpt*.pt")) else None
-    if saved["data_meta"]["fingerprint"] != data[2]["fingerprint"]:
+    if fingerprint != data[2]["fingerprint"]:
         raise BadInput(f"the text {s['data']} has changed since the run in {folder} began")
     return s, config, folder, data, ckpt
 
