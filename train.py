@@ -47,7 +47,7 @@ FLAGS = {
         "steps": (int, "number of updates", 1),
         "lr": (float, "peak learning rate of AdamW", 0),
         "warmup": (int, "updates of linear warm-up (default: a tenth of the steps)", 0),
-        "min_lr": (float, "learning rate at which the cosine ends (default: a tenth of the peak)", 0),
+        "min_lr": (float, "where the cosine ends (default: a tenth of the peak)", 0),
         "weight_decay": (float, "on matrices only", 0),
         "beta1": (float, "AdamW β₁", 0, 0.999999),
         "beta2": (float, "AdamW β₂", 0, 0.999999),
