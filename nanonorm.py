@@ -587,7 +587,7 @@ class Config:
     rope_theta: float = option(1e4, "base of the rotary angles")
     init: str | None = option(None, f"{' '.join(INITS)} (the variant's own)")
     embed_std: float = option(BASE_STD, "std of the embedding at init, whatever the init")
-    embed_norm: bool | None = option(None, "a norm on the embedding (only with peri)")
+    embed_norm: bool | None = option(None, "a norm on the embedding (default: with peri only)")
     # the paper gives O(1/√L) only; 0.7071 makes it Megatron's 1/√(2L)
     scale_init_constant: float = option(1.0, "k of scale_init's outputs × k/√L")
     mix_fraction: float = option(0.25, "mix: share of the blocks, the first ones, that are Post-LN")
@@ -626,6 +626,7 @@ class Config:
         odd = f"over heads {self.heads} gives an odd head width; rotary positions need an even one"
         self._need(self.dim // self.heads % 2 == 0, "dim", odd)
         self._need(0 <= self.mix_fraction <= 1, "mix_fraction", "must lie in 0..1")
+        self._need(abs(self.lns_exponent) <= 10, "lns_exponent", "must lie in -10..10")
         in_depth = 0 <= self.lns_unscaled_last <= self.layers
         self._need(in_depth, "lns_unscaled_last", f"must lie in 0..layers {self.layers}")
         if self.gpas and self.gpas_placement == "norm" and "" in self.variant.norms:
@@ -666,6 +667,8 @@ def _checked(name, kind, value):
         value = float(value)
     if type(value) is not want or (want is float and not math.isfinite(value)):
         raise ValueError(f"{name} must be {want.__name__}, not {value!r}")
+    if want in (int, float) and abs(value) > 1e15:  # no overflow in fp32, nor in sizes
+        raise ValueError(f"{name} {value!r} is too large")
     return value
 
 
@@ -934,7 +937,7 @@ def main(argv=None):
     for name, init in INITS.items():
         print(f"{name:<13} {init.formula:<50} {init.paper}")
     layers = 64
-    print(f"\nAt init, {layers} blocks × width 64, seed 0, each with its own init: block")
+    print(f"\nAt init, {layers} blocks × width 64, seed 0, own inits; columns: blocks")
     columns = "".join(f"{b:>11}" for b in (1, layers // 2, layers))
     print(f"{'norm':<12} variance{columns}   gradient norm{columns}")
     for name in VARIANTS:

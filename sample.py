@@ -66,6 +66,8 @@ def generate(model, ids, tokens, temperature=0.8, top_k=50, seed=0):
     for _ in range(tokens):
         window = torch.tensor([ids[-model.config.block :]], device=device)
         logits = model(window)[0, -1].double().cpu()
+        if not logits.isfinite().all():
+            raise ValueError("the model's weights have diverged: its logits are not finite")
         if top_k:
             kept, where = logits.topk(min(top_k, len(logits)))
         else:
@@ -135,6 +137,9 @@ def main(argv=None):
         for piece in stream_text(model, encoding, args.prompt, **options):
             print(piece, end="", flush=True)
         print()
+    except ValueError as e:
+        print(f"\nsample.py: error: {e}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader (head, less) has gone: not a fault

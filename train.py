@@ -28,7 +28,15 @@ import torch
 
 from data.batches import evaluate, get_batch, window_starts
 from data.prepare import NAMES, load, prepare
-from nanonorm import GATE_ACTS, Config, Transformer, block_grad_norms, one_of, stream_variance
+from nanonorm import (
+    GATE_ACTS,
+    VARIANTS,
+    Config,
+    Transformer,
+    block_grad_norms,
+    one_of,
+    stream_variance,
+)
 from sample import FORMAT, load_checkpoint, sample_run
 
 HERE = Path(__file__).resolve().parent
@@ -40,11 +48,11 @@ FLAGS = {
     "Model": {f.name: (f.type, f.metadata["help"]) for f in fields(Config)},
     "Data and batches": {
         "data": (str, "shakespeare, sotu, c4 or a UTF-8 text file"),
-        "batch": (int, "sequences in one forward", 1),
-        "accum": (int, "forwards added up in one update", 1),
+        "batch": (int, "sequences in one forward", 1, 2**20),
+        "accum": (int, "forwards added up in one update", 1, 2**20),
     },
     "Optimization": {
-        "steps": (int, "number of updates", 1),
+        "steps": (int, "number of updates", 1, 2**40),
         "lr": (float, "peak learning rate of AdamW", 0),
         "warmup": (int, "updates of linear warm-up (default: a tenth of the steps)", 0),
         "min_lr": (float, "where the cosine ends (default: a tenth of the peak)", 0),
@@ -310,17 +318,22 @@ def write_json(path, d):
     write_atomically(path, lambda f: f.write((json.dumps(d, indent=1) + "\n").encode()))
 
 
+def copy_atomically(path, to):
+    """Make `to` the same file as `path`, with a whole file under both names at every moment."""
+    tmp = to.with_name(to.name + ".tmp")
+    tmp.unlink(missing_ok=True)
+    try:
+        os.link(path, tmp)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, tmp)
+    os.replace(tmp, to)
+
+
 def save_checkpoint(folder, state):
     """ckpt.pt, with the one before kept as ckpt.prev.pt; there is a whole one at every moment."""
-    ckpt, prev = folder / "ckpt.pt", folder / "ckpt.prev.pt"
+    ckpt = folder / "ckpt.pt"
     if ckpt.exists():
-        tmp = folder / "ckpt.prev.pt.tmp"
-        tmp.unlink(missing_ok=True)
-        try:
-            os.link(ckpt, tmp)
-        except OSError:  # a file system without links
-            shutil.copyfile(ckpt, tmp)
-        os.replace(tmp, prev)
+        copy_atomically(ckpt, folder / "ckpt.prev.pt")
     try:
         write_atomically(ckpt, lambda f: torch.save(state, f))
     except RuntimeError as e:  # what torch makes of a write that failed
@@ -336,6 +349,8 @@ class Table:
         end = 0
         while (line := self.f.readline()).endswith("\n"):
             first = line.split(",")[0]
+            if first != "step" and not first.isdecimal():
+                raise BadInput(f"{path} is not a table of a run: {line.strip()[:40]!r}")
             if first != "step" and int(first) > step:
                 break
             end = self.f.tell()
@@ -388,7 +403,8 @@ def plot(folder):
                 ax.axvline(status["step"] + 1, color="crimson", ls=":")
                 ax.text(status["step"] + 1, ax.get_ylim()[1], "diverged ", color="crimson",
                         ha="right", va="top")  # fmt: skip
-        fig.suptitle(folder.name, fontsize=9)
+        name_shown = os.fsencode(folder.name).decode("utf-8", "replace")  # in any locale
+        fig.suptitle(name_shown, fontsize=9, parse_math=False)
         fig.savefig(folder / name, dpi=120)
         plt.close(fig)
 
@@ -467,12 +483,10 @@ def diverges(state, loss, norm, patience):
     return f"loss above its start for {patience} steps" if state["above"] >= patience else None
 
 
-def train(s, config, folder, data, resume=None):
+def train(s, model, folder, data, resume=None):
     """Train by the settings `s` in `folder`. Returns the exit code: 0, 3 or 130."""
-    train_ids, val_ids, meta = data
+    (train_ids, val_ids, meta), config = data, model.config
     device, block, per_step = s["device"], s["block"], s["batch"] * s["accum"]
-    torch.manual_seed(s["seed"])
-    model = Transformer(config).to(device)
     model.checkpoint_activations = s["checkpoint_activations"]
     opt = optimizer_for(model, s)
     scaler = torch.amp.GradScaler(device, enabled=device == "cuda" and s["dtype"] == "float16")
@@ -488,7 +502,7 @@ def train(s, config, folder, data, resume=None):
             opt.load_state_dict(resume["optimizer"])
             scaler.load_state_dict(resume["scaler"])
             state |= resume["state"]
-        except (RuntimeError, ValueError, KeyError, TypeError):
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
             raise BadInput("the checkpoint does not fit the run's config.json") from None
     describe(model, s, meta)
     if s["compile"] == "on":
@@ -546,6 +560,7 @@ def train(s, config, folder, data, resume=None):
                 diverged = diverges(state, loss, norm, patience=max(50, s["steps"] // 10))
             if logging or diverged:
                 block_norms = block_grad_norms(model)  # before clipping
+                shrink = [[act(a).item() for a in of_block] for of_block in model.gates()]
             if diverged:  # the weights are not touched; look at the blocks once more, as they are
                 stream.clear()
                 model.tap = watch
@@ -566,7 +581,6 @@ def train(s, config, folder, data, resume=None):
             opt.zero_grad(set_to_none=True)
             state["seconds"] += time.perf_counter() - started
             if logging:
-                shrink = [[act(a).item() for a in of_block] for of_block in model.gates()]
                 rows = zip(stream, block_norms.tolist(), shrink, strict=True)
                 layers.write([step, i, v.item(), g, *(z[:1] + z[-1:] or ["", ""])]
                              for i, (v, g, z) in enumerate(rows, 1))  # fmt: skip
@@ -581,7 +595,9 @@ def train(s, config, folder, data, resume=None):
                 if evaluating and not diverged:
                     val = evaluate(loss_of, val_ids, block, s["batch"])
                     row |= {"val_loss": val, "val_bpb": val * val_bits}
-                    if state["best"] is None or val < state["best"]["val_loss"]:
+                    if not math.isfinite(val):
+                        diverged = "held-out loss is not finite"
+                    elif state["best"] is None or val < state["best"]["val_loss"]:
                         state["best"] = {k: row[k] for k in ("step", "val_loss", "val_bpb")}
                 log.write([row.values()])
                 left = state["seconds"] / step * (s["steps"] - step)
@@ -614,8 +630,19 @@ def train(s, config, folder, data, resume=None):
     return 0
 
 
+def idle_settings(s, config):
+    """The flags whose setting, not the default, has no effect with this variant and init."""
+    idle = {"lns": config.variant is not VARIANTS["lns"], "gpas": not config.gpas,
+            "mix": config.variant is not VARIANTS["mix"], "gate_clip": not config.gpas,
+            "scale_init": config.init != "scale_init"}  # fmt: skip
+    starts = tuple(what for what, no in idle.items() if no)
+    return [flag(k) for k in TABLE if k.startswith(starts) and s[k] != DEFAULTS[k]]
+
+
 def describe(model, s, meta):
     """Say what is about to run, and why so."""
+    if idle := idle_settings(s, model.config):
+        print(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
     per_step = s["batch"] * s["accum"] * s["block"]
     passes = s["steps"] * per_step / meta["train_tokens"]
     name = torch.cuda.get_device_name() if s["device"] == "cuda" else platform.machine()
@@ -652,12 +679,22 @@ def prepared(s):
     return data
 
 
+def build(s, config):
+    """The model, drawn under the run's seed. BadInput if it does not fit into memory."""
+    torch.manual_seed(s["seed"])
+    try:
+        return Transformer(config).to(s["device"])
+    except (MemoryError, RuntimeError):
+        raise BadInput("the model does not fit into memory: give fewer --layers, --dim") from None
+
+
 def setup(argv):
-    """(settings, Config, folder, data, checkpoint or None). Raises ValueError; writes nothing."""
+    """(settings, model, folder, data, checkpoint or None). Raises ValueError; makes no folder."""
     size, given, out, resume = parse(argv)
     if resume is None:
         s, config = resolve(size, given)
-        return s, config, new_folder(out, s), prepared(s), None
+        folder, data = new_folder(out, s), prepared(s)
+        return s, build(s, config), folder, data, None
     folder, path = Path(resume), Path(resume) / "ckpt.pt"
     if folder.is_file():  # a checkpoint by name, such as the one before
         folder, path = folder.parent, folder
@@ -667,21 +704,33 @@ def setup(argv):
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         s = {k: saved[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
         fingerprint = saved["data_meta"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput(f"{folder} has no readable config.json: nothing to resume") from None
-    wanted, config = resolve(saved["size"], {k: saved[k] for k in TABLE} | given)
-    fixed = [k for k in given if k not in FREE_ON_RESUME and given[k] != "auto"]
+        wanted, config = resolve(s["size"], {k: s[k] for k in TABLE} | given)
+    except FileNotFoundError:
+        raise BadInput(f"{folder} has no config.json: nothing to resume") from None
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"{folder}/config.json is damaged, or not of a run") from None
+    auto = [k for k in ("device", "dtype", "compile") if given.get(k) == "auto"]
+    fixed = [k for k in given if k not in (*FREE_ON_RESUME, *auto)]
     if refused := [f"{flag(k)} {wanted[k]} (was {s[k]})" for k in fixed if wanted[k] != s[k]]:
         raise BadInput(f"a resumed run cannot change {', '.join(refused)}: start a new one")
     s |= {k: wanted[k] for k in FREE_ON_RESUME}
-    if given.get("device") == "auto":  # on another kind of machine the numbers change, if one asks
+    if "device" in auto:  # on another kind of machine the numbers change, if one asks for it
         s["device"] = wanted["device"]
-    data = prepared(s)
-    # killed before its first checkpoint, a run begins anew
-    ckpt = load_checkpoint(path) if any(folder.glob("ckpt*.pt")) else None
+    data, model = prepared(s), build(s, config)
     if fingerprint != data[2]["fingerprint"]:
         raise BadInput(f"the text {s['data']} has changed since the run in {folder} began")
-    return s, config, folder, data, ckpt
+    if not any(folder.glob("ckpt*.pt")):
+        status = folder / "status.json"
+        if status.exists() and '"running"' not in status.read_text(encoding="utf-8"):
+            raise BadInput(f"the checkpoints of {folder} are gone: start a new run")
+        return s, model, folder, data, None  # killed before its first checkpoint: it begins anew
+    ckpt = load_checkpoint(path)
+    own = ckpt.get("config") == config.to_dict() and ckpt.get("data") == fingerprint
+    step = ckpt["state"].get("step") if isinstance(ckpt.get("state"), dict) else None
+    if not (own and type(step) is int and 0 <= step <= s["steps"]):
+        raise BadInput(f"{path} does not fit the run that config.json describes")
+    ckpt["path"] = path
+    return s, model, folder, data, ckpt
 
 
 def main(argv=None):
@@ -690,14 +739,16 @@ def main(argv=None):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        s, config, folder, data, ckpt = setup(argv)
+        s, model, folder, data, ckpt = setup(argv)
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         record = s | {"versions": versions | {"numpy": np.__version__}, "data_meta": data[2]}
         record |= {"platform": platform.platform(), "threads": torch.get_num_threads()}
         write_json(folder / "config.json", record)
-        code = train(s, config, folder, data, ckpt)
+        if ckpt and ckpt["path"] != folder / "ckpt.pt":
+            copy_atomically(ckpt["path"], folder / "ckpt.pt")  # in the place of the damaged one
+        code = train(s, model, folder, data, ckpt)
         held.close()
         return code
     except (ValueError, OSError) as e:

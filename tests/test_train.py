@@ -623,9 +623,9 @@ def test_layers_has_a_row_for_every_logged_step_and_block(finished):
 
 @pytest.mark.parametrize("gate", ["block", "sublayer"])
 def test_the_gate_columns_are_what_the_gates_subtract(fit, gate):
-    """act(α) of the attention and of the FFN; one gate for both is shown in both."""
-    run = fit("--norm=gpas", f"--gpas-gate={gate}", "--lr=0.1")
-    model, _ = load_run(run.folder)
+    """act(α) of attention and FFN before the step's update; one gate for both is shown in both."""
+    run = fit("--norm=gpas", f"--gpas-gate={gate}", "--lr=0.1", "--save-every=1")
+    model, _ = load_run(run.folder / "ckpt.prev.pt")
     for row, alphas in zip(run.rows("layers.csv")[-2:], model.gates(), strict=True):
         want = [torch.nn.functional.silu(a).item() for a in (alphas[0], alphas[-1])]
         got = [float(row["gate_attn"]), float(row["gate_ffn"])]
@@ -1394,3 +1394,48 @@ def test_paths_may_hold_spaces_and_letters_beyond_ascii(place, tmp_path, monkeyp
     assert train.main([*SMALL, "--steps=1", "--data", str(text)]) == 0
     [folder] = (Path(tmp_path) / "runs").iterdir()
     assert (folder / "ckpt.pt").exists()
+
+
+def test_the_only_good_checkpoint_survives_a_resume_that_cannot_write(fit):
+    """ckpt.pt is damaged and the one before it resumed: the damaged one must not replace it."""
+    resource = pytest.importorskip("resource")
+    run = fit("--save-every=1")
+    ckpt = run.folder / "ckpt.pt"
+    data = bytearray(ckpt.read_bytes())
+    data[len(data) // 2] ^= 1
+    ckpt.write_bytes(data)
+    assert train.main(["--resume", str(run.folder)]) == 2
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) // 2, hard))  # as on a full disk
+    try:
+        assert train.main(["--resume", str(run.folder / "ckpt.prev.pt")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert train.main(["--resume", str(run.folder)]) == 0
+
+
+def test_weights_that_overflow_in_the_last_update_are_a_divergence(fit):
+    run = fit("--steps=1", "--lr=1e38")
+    status = run.json("status.json")
+    assert (run.code, status["status"], status["best"]) == (3, "diverged", None)
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(fit):
+    run = fit()
+    before = (run.folder / "log.csv").read_bytes()
+    for path in run.folder.glob("ckpt*"):
+        path.unlink()
+    assert train.main(["--resume", str(run.folder)]) == 2
+    assert (run.folder / "log.csv").read_bytes() == before
+
+
+def test_settings_without_effect_are_named(fit, capsys):
+    fit("--norm=pre", "--gpas-act=tanh", "--gate-clip=0.1", "--lns-exponent=0.3")
+    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note"))
+    assert all(name in note for name in ("--gpas-act", "--gate-clip", "--lns-exponent"))
+
+
+def test_a_folder_name_that_reads_as_mathematics_is_drawn_as_it_is(fit, tmp_path):
+    folder = fit("--steps=1").folder.rename(tmp_path / "x$\\frac$")
+    train.plot(folder)
+    assert (folder / "layers.png").stat().st_size > 1000

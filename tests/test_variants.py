@@ -259,19 +259,36 @@ def span(a, m, x, l, c):
     return m.O(m.f(y) + m.g(x))
 
 
-BY_HAND = {
-    "post": post,
-    "deepnorm": deepnorm,
-    "pre": pre,
-    "sandwich": sandwich,
-    "mix": mix,
-    "lns": lns,
-    "scaleres": scaleres,
-    "hybrid": hybrid,
-    "hybrid_star": hybrid_star,
-    "peri": sandwich,  # 2502.02732: with a norm on the embedding, see by_hand
-    "span": span,
-}
+class ByHand(dict):
+    """A table with an entry for each variant, that says what to write where one is missing."""
+
+    def __init__(self, wanted, entries):
+        super().__init__(entries)
+        self.wanted = wanted
+
+    def __missing__(self, norm):
+        pytest.fail(f"variant {norm} has no entry in tests/test_variants.py: {self.wanted}")
+
+
+EQUATION = """add its equation, written as plain torch like `pre` above, to BY_HAND.
+a, m: attention and FFN half; x: stream; l: block from 1; c: Config; a.f: the sub-layer; a.N, a.O:
+its norms "in" and "out", a.g: the GPAS gate where it sits by default"""
+BY_HAND = ByHand(
+    EQUATION,
+    {
+        "post": post,
+        "deepnorm": deepnorm,
+        "pre": pre,
+        "sandwich": sandwich,
+        "mix": mix,
+        "lns": lns,
+        "scaleres": scaleres,
+        "hybrid": hybrid,
+        "hybrid_star": hybrid_star,
+        "peri": sandwich,  # 2502.02732: with a norm on the embedding, see by_hand
+        "span": span,
+    },
+)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -444,19 +461,25 @@ def placed_span(a, m, x, l, c):
     return m.M(m.O(m.S(m.R(m.f(m.E(y))) + m.K(x))))
 
 
-PLACED = {
-    "pre": placed_pre,
-    "lns": placed_lns,
-    "scaleres": placed_scaleres,
-    "sandwich": placed_sandwich,
-    "peri": placed_sandwich,
-    "post": placed_post,
-    "deepnorm": placed_deepnorm,
-    "mix": placed_mix,
-    "hybrid": placed_hybrid,
-    "hybrid_star": placed_hybrid_star,
-    "span": placed_span,
-}
+# E, K, R, S, M: a gate on x, on the shortcut, on the branch, on the sum, behind the norm (that of
+# the input where there are two); only the one that a test places is there, the others do nothing.
+PLACES = "add its equation with all the places where a gate may sit (E K R S M) to PLACED"
+PLACED = ByHand(
+    PLACES,
+    {
+        "pre": placed_pre,
+        "lns": placed_lns,
+        "scaleres": placed_scaleres,
+        "sandwich": placed_sandwich,
+        "peri": placed_sandwich,
+        "post": placed_post,
+        "deepnorm": placed_deepnorm,
+        "mix": placed_mix,
+        "hybrid": placed_hybrid,
+        "hybrid_star": placed_hybrid_star,
+        "span": placed_span,
+    },
+)
 LETTERS = {"before": "E", "shortcut": "K", "branch": "R", "sum": "S", "norm": "M"}
 SITES = [  # (variant, placement, gate); hybrid's attention has no norm for a gate to follow
     (norm, placement, gate)
@@ -469,7 +492,8 @@ SITES = [  # (variant, placement, gate); hybrid's attention has no norm for a ga
 
 def test_every_placement_is_tested():
     assert LETTERS.keys() == PLACEMENTS.keys()
-    assert PLACED.keys() == BY_HAND.keys() == VARIANTS.keys()
+    for norm in VARIANTS:
+        assert PLACED[norm] and BY_HAND[norm]
     assert ACTS.keys() == GATE_ACTS.keys()
 
 
@@ -563,19 +587,23 @@ def test_order_and_distance_matter(norm):
     assert (model(ids) - model(exchanged))[:, -1].abs().max() > 1e-3
 
 
-COUNTS = {  # norms of (attention, FFN) in block 1 and in the others: input + output + q, k, v
-    "post": ((1, 1), (1, 1)),
-    "deepnorm": ((1, 1), (1, 1)),
-    "pre": ((1, 1), (1, 1)),
-    "sandwich": ((2, 2), (2, 2)),
-    "mix": ((1, 1), (1, 1)),
-    "lns": ((1, 1), (1, 1)),
-    "scaleres": ((1, 1), (1, 1)),
-    "hybrid": ((3, 1), (3, 1)),
-    "hybrid_star": ((4, 1), (3, 1)),
-    "peri": ((2, 2), (2, 2)),
-    "span": ((2, 1), (1, 1)),
-}
+NUMBERS = "add ((attention, FFN) in block 1, the same in the others), its norms, to COUNTS"
+COUNTS = ByHand(
+    NUMBERS,
+    {  # norms of (attention, FFN) in block 1 and in the others: input + output + q, k, v
+        "post": ((1, 1), (1, 1)),
+        "deepnorm": ((1, 1), (1, 1)),
+        "pre": ((1, 1), (1, 1)),
+        "sandwich": ((2, 2), (2, 2)),
+        "mix": ((1, 1), (1, 1)),
+        "lns": ((1, 1), (1, 1)),
+        "scaleres": ((1, 1), (1, 1)),
+        "hybrid": ((3, 1), (3, 1)),
+        "hybrid_star": ((4, 1), (3, 1)),
+        "peri": ((2, 2), (2, 2)),
+        "span": ((2, 1), (1, 1)),
+    },
+)
 
 
 @pytest.mark.parametrize("norm", ALL_NORMS)
