@@ -101,7 +101,7 @@ def sample_run(folder, prompt="", **options):
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
+    def error(self, message):  # for main to show as one line; argparse would print the usage too
         raise ValueError(message)
 
 

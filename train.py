@@ -37,7 +37,7 @@ from nanonorm import (
     one_of,
     stream_variance,
 )
-from sample import FORMAT, load_checkpoint, sample_run
+from sample import FORMAT, Parser, load_checkpoint, sample_run
 
 HERE = Path(__file__).resolve().parent
 
@@ -119,11 +119,6 @@ FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activatio
 
 class BadInput(ValueError):
     """A fault of the user's: shown as one line, exit code 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(message)
 
 
 def parse(argv):
