@@ -4,42 +4,17 @@ The text appears as it is made. Past the context the window slides: the model se
 tokens. Exit codes: 0, 2 bad input (one line), 130 interrupted.
 """
 
-import argparse
 import codecs
 import os
 import sys
-import zipfile
 from pathlib import Path
 
 import torch
 
 from data.prepare import tokenizer
+from data.runs import load_checkpoint
+from data.settings import Parser
 from nanonorm import Config, Transformer
-
-FORMAT = 1  # of ckpt.pt
-
-
-def load_checkpoint(path):
-    """The dict in a run's ckpt.pt: format, config, step and best in state, model, optimizer, …
-
-    ValueError, in one line, if the file is missing, damaged or not one of ours. No code in the file
-    can run: it is read with `weights_only=True`.
-    """
-    path = Path(path)
-    older = path.with_name("ckpt.prev.pt")
-    hint = f"; the one before it is there: {older}" if older.exists() and older != path else ""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist{hint}")
-    try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load itself checks no CRC
-        state = torch.load(path, map_location="cpu", weights_only=True) if not damaged else None
-    except Exception:
-        raise ValueError(f"{path} is cut short, damaged or not a checkpoint{hint}") from None
-    if damaged:
-        raise ValueError(f"{path} is damaged{hint}")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a nanonorm checkpoint of format {FORMAT}{hint}")
-    return state
 
 
 def load_run(folder):
@@ -98,11 +73,6 @@ def sample_run(folder, prompt="", **options):
     """The text that the model of a run's folder writes after `prompt`, in one piece."""
     model, encoding = load_run(folder)
     return "".join(stream_text(model, encoding, prompt, **options))
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # for main to show as one line; argparse would print the usage too
-        raise ValueError(message)
 
 
 def parse(argv):

@@ -1,250 +1,46 @@
 """Train any variant on text, offline: `python train.py --norm gpas --layers 128`.
 
-From top to bottom: the settings, the data, the schedule and the evaluation, the run's folder, the
-training loop, the pictures. A run is a pure function of its settings: the window that sample i of
-step s sees depends on (seed, s, i) alone, so accumulation and resuming change nothing.
+From top to bottom: the schedule and the optimizer, the training loop, the start of a run. The flags
+and sizes are in data/settings.py, the batches in data/batches.py, the files of a run in
+data/runs.py. A run is a pure function of its settings: the window that sample i of step s sees
+depends on (seed, s, i) alone, so accumulation and resuming change nothing.
 
 Exit codes: 0 finished, 2 bad input (one line, nothing written), 3 diverged (recorded as a result),
 130 interrupted (saved first).
 """
 
-import argparse
-import csv
-import difflib
-import json
+import itertools
 import math
 import os
 import platform
-import shutil
 import signal
 import sys
 import time
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from data.batches import evaluate, get_batch, window_starts
-from data.prepare import NAMES, load, prepare
-from nanonorm import (
-    GATE_ACTS,
-    VARIANTS,
-    Config,
-    Transformer,
-    block_grad_norms,
-    one_of,
-    stream_variance,
+from data.prepare import load, prepare
+from data.runs import (
+    FORMAT,
+    LAYERS,
+    LOG,
+    Table,
+    copy_atomically,
+    load_checkpoint,
+    lock,
+    plot,
+    save_checkpoint,
+    write_json,
 )
-from sample import FORMAT, Parser, load_checkpoint, sample_run
+from data.settings import DEFAULTS, FREE_ON_RESUME, TABLE, flag, parse, resolve, run_name, saved
+from nanonorm import GATE_ACTS, VARIANTS, Transformer, block_grad_norms, stream_variance
+from sample import sample_run
 
 HERE = Path(__file__).resolve().parent
-
-# ---- Settings: the flags in one table, the sizes in another -------------------------------------
-
-# name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
-FLAGS = {
-    "Model": {f.name: (f.type, f.metadata["help"]) for f in fields(Config)},
-    "Data and batches": {
-        "data": (str, "shakespeare, sotu, c4 or a UTF-8 text file"),
-        "batch": (int, "sequences in one forward", 1, 2**20),
-        "accum": (int, "forwards added up in one update", 1, 2**20),
-    },
-    "Optimization": {
-        "steps": (int, "number of updates", 1, 2**40),
-        "lr": (float, "peak learning rate of AdamW", 0),
-        "warmup": (int, "updates of linear warm-up (default: a tenth of the steps)", 0),
-        "min_lr": (float, "where the cosine ends (default: a tenth of the peak)", 0),
-        "weight_decay": (float, "on matrices only", 0),
-        "beta1": (float, "AdamW β₁", 0, 0.999999),
-        "beta2": (float, "AdamW β₂", 0, 0.999999),
-        "clip": (float, "clip the gradient to this norm; 0 is off", 0),
-        "gate_clip": (float, "clip the GPAS gates' gradient to this norm, apart; 0 is off", 0),
-        "seed": (int, "of the weights and of the order of the data", 0, 2**63 - 1),
-    },
-    "Running": {
-        "eval_every": (int, "updates between evaluations; the last is always evaluated", 1),
-        "log_every": (int, "updates between rows of log.csv and layers.csv", 1),
-        "save_every": (int, "updates between checkpoints", 1),
-        "device": (("auto", "cpu", "cuda", "mps"), "where to run"),
-        "dtype": (("auto", "float32", "bfloat16", "float16"), "type of the matrix products"),
-        "compile": (("auto", "on", "off"), "torch.compile the blocks"),
-        "checkpoint_activations": (bool, "recompute each block in the backward to save memory"),
-    },
-}  # fmt: skip
-TABLE = {name: row for group in FLAGS.values() for name, row in group.items()}
-
-DEFAULTS = {f.name: f.default for f in fields(Config)} | {
-    "data": "shakespeare", "accum": 1, "warmup": None, "min_lr": None, "weight_decay": 0.1,
-    "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "gate_clip": 0.0, "seed": 0, "eval_every": 250,
-    "log_every": 20, "save_every": 250, "device": "auto", "dtype": "auto", "compile": "auto",
-    "checkpoint_activations": False,
-}  # fmt: skip
-
-# The papers' recipe (2506.22049, 2502.05795): 512 sequences of 256 tokens an update, Adam without
-# decay or clipping, warm-up over a tenth of the steps, cosine to a tenth of the peak.
-# Where their texts and their code disagree the code counts, since it made the published numbers:
-# - beta2: 0.999 in all released code; a rebuttal says 0.95.
-# - embed_std: √(2/5) for every variant in the Mix-LN and GPAS code, and in the LayerNorm-Scaling
-#   code until January 2026, then 0.02.
-PAPER = {
-    "vocab": 32_000, "block": 256, "batch": 64, "accum": 8, "weight_decay": 0.0, "clip": 0.0,
-    "beta2": 0.999, "embed_std": 0.4**0.5, "seed": 42, "eval_every": 1000, "save_every": 1000,
-}  # fmt: skip
-SIZES = {
-    # about a minute on two cores. Pre-LN would learn faster from a larger embedding (std 0.2, lr
-    # 4e-3), but SpanNorm collapses there; data/results/ has both runs
-    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=500, lr=3e-3,
-                 embed_std=0.1, log_every=20, eval_every=70, save_every=100),
-    "71m": PAPER | dict(layers=12, dim=512, ffn=1368, heads=8, steps=10_000, lr=1e-3),
-    "130m": PAPER | dict(layers=12, dim=768, ffn=2048, heads=12, steps=20_000, lr=1e-3),
-    # width 768 as in every released config (247M parameters); Mix-LN's table says 1024
-    "250m": PAPER | dict(layers=24, dim=768, ffn=2560, heads=16, steps=40_000, lr=1e-3),
-    # lr 5e-4 as in the script and the GPAS rebuttal; the LNS paper says 1e-3
-    "350m": PAPER | dict(layers=24, dim=1024, ffn=2736, heads=16, steps=60_000, lr=5e-4),
-    # warm-up a tenth of the steps as in the papers; two released scripts have a hundredth
-    "1b": PAPER | dict(layers=24, dim=2048, ffn=5461, heads=32, steps=100_000, lr=5e-4,
-                       batch=16, accum=32),
-    # SpanNorm's depth stress (2601.22580) is width 384 at 32–512 layers; the rest is not published
-    "deep": dict(layers=128, dim=384, heads=6, vocab=8192, block=256, batch=16, steps=1000,
-                 lr=1e-3),
-}  # fmt: skip
-
-COMPILE_PAYS = 1e11  # layers × dim² × tokens of a run on a CPU from which compiling is repaid
-
-# Settings that may change on resume, because the weights do not depend on them.
-FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations")
-
-
-class BadInput(ValueError):
-    """A fault of the user's: shown as one line, exit code 2."""
-
-
-def parse(argv):
-    """(size or None, {flag: value given}, out, resume). BadInput for no flag, or no value."""
-    p = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False)
-    p.add_argument("--size", metavar="X", help=f"shape and recipe: {' '.join(SIZES)} (tiny)")
-    for group, flags in FLAGS.items():
-        g = p.add_argument_group(group)
-        for name, (kind, text, *_) in flags.items():
-            switch = kind in (bool, bool | None)
-            kw = {"action": argparse.BooleanOptionalAction} if switch else {"metavar": "X"}
-            shown = SIZES["tiny"].get(name, DEFAULTS.get(name))
-            text += f" ({shown})" if shown is not None else ""
-            g.add_argument(flag(name), help=text, **kw)
-    g.add_argument("--out", metavar="DIR", help="the run's folder (runs/, named by the settings)")
-    g.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
-    args, rest = p.parse_known_args(argv)
-    if rest:
-        known = [option for a in p._actions for option in a.option_strings]
-        near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise BadInput(f"unknown argument {rest[0]}{hint} (--help lists all)")
-    given = {name: typed(name, v) for name in TABLE if (v := getattr(args, name)) is not None}
-    return args.size, given, args.out, args.resume
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
-
-
-def typed(name, text):
-    """A flag's value from its text, in its type and range."""
-    kind, _, low, high = (*TABLE[name], None, None)[:4]
-    if isinstance(kind, tuple):
-        return one_of(flag(name), text, kind)
-    number = next((t for t in (int, float) if kind in (t, t | None)), None)
-    if number is None:
-        return text
-    try:
-        value = number(text)
-    except ValueError:
-        what = "whole number" if number is int else "number"
-        raise BadInput(f"{flag(name)} needs a {what}, not {text!r}") from None
-    if not math.isfinite(value) or (low is not None and value < low):
-        raise BadInput(f"{flag(name)} {text} must be {'finite' if low is None else f'≥ {low}'}")
-    if high is not None and value > high:
-        raise BadInput(f"{flag(name)} {text} must be ≤ {high}")
-    return value
-
-
-def resolve(size, given):
-    """Every setting, from the flags given, the size and the defaults; and the model's Config."""
-    size = one_of("--size", size or "tiny", SIZES)
-    s = {"size": size} | DEFAULTS | SIZES[size] | given
-    if "dim" in given and "ffn" not in given:
-        s["ffn"] = None  # follow the new width
-    config = Config(**{f.name: s[f.name] for f in fields(Config)})
-    s |= config.to_dict()
-    if s["data"] not in NAMES:
-        s["data"] = os.path.abspath(s["data"])  # a resume may come from another working folder
-    s["warmup"] = s["steps"] // 10 if s["warmup"] is None else s["warmup"]
-    s["min_lr"] = s["lr"] / 10 if s["min_lr"] is None else s["min_lr"]
-    if s["lr"] == 0:
-        raise BadInput("--lr 0 would train nothing")
-    if s["warmup"] >= s["steps"]:
-        raise BadInput(f"--warmup {s['warmup']} must be below --steps {s['steps']}")
-    if s["min_lr"] > s["lr"]:
-        raise BadInput(f"--min-lr {s['min_lr']} is above --lr {s['lr']}")
-    s["device"] = pick_device(s["device"])
-    s["dtype"], s["dtype_why"] = pick_dtype(s["dtype"], s["device"], s["dim"])
-    s["compile"], s["compile_why"] = pick_compile(s["compile"], s)
-    return s, config
-
-
-def pick_device(want):
-    have = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if want == "auto":
-        return next(d for d in ("cuda", "mps", "cpu") if have[d])
-    if not have[want]:
-        raise BadInput(f"--device {want}: this machine has none; use --device auto")
-    return want
-
-
-def pick_dtype(want, device, dim):
-    """(dtype of the matrix products, why). Parameters, norms and the stream are always float32."""
-    if want == "float16" and device == "cpu":
-        raise BadInput("--dtype float16 overflows on a CPU; use bfloat16 or float32")
-    if want != "auto":
-        return want, "asked for"
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        if major >= 8:
-            return "bfloat16", f"compute capability {major}.{minor} has it"
-        return "float32", f"compute capability {major}.{minor} only emulates bfloat16"
-    if device == "mps":
-        return "float32", "16-bit types are unreliable on mps"
-    fast = any(
-        getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("amx_tile", "avx512_bf16")
-    )
-    if fast and dim >= 256:
-        return "bfloat16", "this processor multiplies it fast"
-    return "float32", "width below 256" if fast else "this processor has no fast bfloat16"
-
-
-def pick_compile(want, s):
-    """(on or off, why). On a CPU compiling costs about half a minute: short runs do without."""
-    if want == "off":
-        return want, "asked for"
-    # the blocks' multiplications by weights in the whole run, in units that cancel
-    work = s["steps"] * s["batch"] * s["accum"] * s["block"] * s["layers"] * s["dim"] ** 2
-    if want == "auto" and s["device"] == "mps":
-        return "off", "not reliable on mps"
-    if want == "auto" and s["device"] == "cpu" and work < COMPILE_PAYS:
-        return "off", "the run is too short to repay it"
-    try:  # without a working compiler the fault comes at the first call, and is long
-        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=s["device"]))
-    except Exception:
-        if want == "on":
-            raise BadInput("--compile on: no working compiler here; use --compile auto") from None
-        return "off", "no working compiler here"
-    return "on", "asked for" if want == "on" else "the run is long enough to repay it"
-
 
 # ---- Schedule, optimizer ------------------------------------------------------------------------
 
@@ -268,164 +64,23 @@ def optimizer_for(model, s):
     return torch.optim.AdamW(groups, lr=s["lr"], betas=(s["beta1"], s["beta2"]), fused=fused)
 
 
-def memory_estimate(model, s):
+def memory_estimate(c, s):
     """Bytes a training step needs at its peak, roughly: weights, moments, activations, logits."""
-    c, n, wide = model.config, s["batch"] * s["block"], 4 if s["dtype"] == "float32" else 2
+    n, wide = s["batch"] * s["block"], 4 if s["dtype"] == "float32" else 2
+    weights = c.layers * (4 * c.dim**2 + 3 * c.dim * c.ffn) + 2 * c.vocab * c.dim
     block = n * (4 * 4 * c.dim + wide * (7 * c.dim + 4 * c.ffn))
     kept = n * 4 * c.dim * c.layers + block if s["checkpoint_activations"] else block * c.layers
-    return 16 * model.num_params() + kept + 3 * 4 * n * c.vocab
+    return 16 * weights + kept + 3 * 4 * n * c.vocab + 16 * s["batch"] * s["accum"]
 
 
-# ---- The run's folder ---------------------------------------------------------------------------
-
-LOG = ("step", "tokens", "seconds", "loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s")
-LAYERS = ("step", "block", "variance", "grad_norm", "gate_attn", "gate_ffn")
-
-
-def run_name(s):
-    """A folder name from what tells runs apart: variant, size, shape, lr, seed, other changes."""
-    base = {**DEFAULTS, **SIZES[s["size"]]}
-    base |= {"init": Config(norm=s["norm"]).init, "embed_norm": Config(norm=s["norm"]).embed_norm}
-    shown = ("norm", "layers", "dim", "lr", "seed", "ffn", "warmup", "min_lr", "device", "dtype")
-    shown += ("compile", *FREE_ON_RESUME)
-    changed = [k for k in TABLE if s[k] != base[k] and k not in shown]
-    extra = [f"{k}={Path(s[k]).stem if k == 'data' else s[k]}" for k in changed]
-    parts = [s["norm"], s["size"], f"{s['layers']}x{s['dim']}", f"lr{s['lr']:g}", f"s{s['seed']}"]
-    name = "-".join(parts + extra)
-    return "".join(ch if ch.isalnum() or ch in "-+=." else "_" for ch in name)[:120]
-
-
-def write_atomically(path, write):
-    """write(file) into a temporary file, flush it to the disk, then rename it to `path`."""
-    tmp = path.with_name(path.name + ".tmp")
+def memory_of(device):
+    """Bytes of memory that the device has; infinite where that cannot be asked."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
     try:
-        with open(tmp, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)  # a full disk must not stay full because of us
-        raise
-
-
-def write_json(path, d):
-    write_atomically(path, lambda f: f.write((json.dumps(d, indent=1) + "\n").encode()))
-
-
-def copy_atomically(path, to):
-    """Make `to` the same file as `path`, with a whole file under both names at every moment."""
-    tmp = to.with_name(to.name + ".tmp")
-    tmp.unlink(missing_ok=True)
-    try:
-        os.link(path, tmp)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, tmp)
-    os.replace(tmp, to)
-
-
-def save_checkpoint(folder, state):
-    """ckpt.pt, with the one before kept as ckpt.prev.pt; there is a whole one at every moment."""
-    ckpt = folder / "ckpt.pt"
-    if ckpt.exists():
-        copy_atomically(ckpt, folder / "ckpt.prev.pt")
-    try:
-        write_atomically(ckpt, lambda f: torch.save(state, f))
-    except RuntimeError as e:  # what torch makes of a write that failed
-        raise OSError(f"cannot write {ckpt} ({e}); the checkpoint before is intact") from None
-
-
-class Table:
-    """A CSV file, flushed row by row; rows after `step` (of a run that was killed) are cut off."""
-
-    def __init__(self, path, columns, step):
-        self.f = open(path, "a+", encoding="utf-8", newline="")
-        self.f.seek(0)
-        end = 0
-        while (line := self.f.readline()).endswith("\n"):
-            first = line.split(",")[0]
-            if first != "step" and not first.isdecimal():
-                raise BadInput(f"{path} is not a table of a run: {line.strip()[:40]!r}")
-            if first != "step" and int(first) > step:
-                break
-            end = self.f.tell()
-        self.f.truncate(end)
-        self.writer = csv.writer(self.f, lineterminator="\n")
-        if not end:
-            self.write([columns])
-
-    def write(self, rows):
-        self.writer.writerows([f"{v:.7g}" if isinstance(v, float) else v for v in r] for r in rows)
-        self.f.flush()
-
-    def close(self):
-        self.f.close()
-
-
-def lock(folder):
-    """Hold the folder until the returned file is closed; BadInput if another process holds it."""
-    f = open(folder / ".lock", "a", encoding="utf-8")
-    try:
-        import fcntl  # not on Windows: there two runs in one folder are not told apart
-
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass
-    except OSError:
-        raise BadInput(f"{folder} is in use by another run") from None
-    return f
-
-
-def plot(folder):
-    """Draw loss.png and layers.png from log.csv and layers.csv; a divergence is marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    def columns(name, keys):
-        with open(folder / name, encoding="utf-8", newline="") as f:
-            rows = list(csv.DictReader(f))
-        return [np.array([float(r[k] or "nan") for r in rows]) for k in keys]
-
-    status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-
-    def finish(fig, axes, name):
-        for ax in axes:
-            ax.set_xlabel("step (updates)")
-            ax.spines[["top", "right"]].set_visible(False)
-            if status["status"] == "diverged":
-                ax.axvline(status["step"] + 1, color="crimson", ls=":")
-                ax.text(status["step"] + 1, ax.get_ylim()[1], "diverged ", color="crimson",
-                        ha="right", va="top")  # fmt: skip
-        name_shown = os.fsencode(folder.name).decode("utf-8", "replace")  # in any locale
-        fig.suptitle(name_shown, fontsize=9, parse_math=False)
-        fig.savefig(folder / name, dpi=120)
-        plt.close(fig)
-
-    step, loss, val = columns("log.csv", ("step", "loss", "val_loss"))
-    fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
-    ax.plot(step, loss, lw=1, color="0.6", label="training, one batch")
-    ax.plot(step[val == val], val[val == val], "o-", ms=4, color="tab:blue", label="held-out text")
-    ax.set_ylabel("loss (nats per token)")
-    ax.legend(frameon=False)
-    finish(fig, [ax], "loss.png")
-
-    step, block, variance, grad = columns("layers.csv", LAYERS[:4])
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    last = int(block.max()) if len(block) else 1
-    shown = np.unique(np.linspace(1, last, 16).round())
-    for ax, y, what in zip(
-        axes, (variance, grad), ("stream variance", "gradient norm"), strict=True
-    ):
-        for b in shown:
-            at = (block == b) & np.isfinite(y) & (y > 0)
-            ax.plot(step[at], y[at], lw=1.2, color=plt.cm.viridis((b - 1) / max(1, last - 1)))
-        ax.set_yscale("log")
-        ax.set_title(f"{what} of each block", fontsize=10)
-    key = plt.cm.ScalarMappable(plt.Normalize(1, max(2, last)), "viridis")
-    fig.colorbar(key, ax=axes, label="block (1: next to the embedding)")
-    finish(fig, axes, "layers.png")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -478,6 +133,14 @@ def diverges(state, loss, norm, patience):
     return f"loss above its start for {patience} steps" if state["above"] >= patience else None
 
 
+def draw(folder):
+    """Both pictures; a run does not fail for want of one."""
+    try:
+        plot(folder)
+    except Exception as e:
+        print(f"warning: no pictures: {e}", file=sys.stderr)
+
+
 def train(s, model, folder, data, resume=None):
     """Train by the settings `s` in `folder`. Returns the exit code: 0, 3 or 130."""
     (train_ids, val_ids, meta), config = data, model.config
@@ -498,7 +161,7 @@ def train(s, model, folder, data, resume=None):
             scaler.load_state_dict(resume["scaler"])
             state |= resume["state"]
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            raise BadInput("the checkpoint does not fit the run's config.json") from None
+            raise ValueError("the checkpoint does not fit the run's config.json") from None
     describe(model, s, meta)
     if s["compile"] == "on":
         model.compile_blocks()
@@ -522,6 +185,7 @@ def train(s, model, folder, data, resume=None):
     def save():
         save_checkpoint(folder, {
             "format": FORMAT, "config": config.to_dict(), "data": meta["fingerprint"],
+            "settings": {k: s[k] for k in TABLE},
             "state": state, "model": model.state_dict(), "optimizer": opt.state_dict(),
             "scaler": scaler.state_dict(),
         })  # fmt: skip
@@ -606,19 +270,19 @@ def train(s, model, folder, data, resume=None):
             moment = {"loss": loss, "lr": lr, "grad_norm": norm}
             write_status("diverged", reason=diverged, at_step=step, **{
                 k: v if math.isfinite(v) else str(v) for k, v in moment.items()})  # fmt: skip
-            plot(folder)
+            draw(folder)
             print(f"\ndiverged at step {step}: {diverged} (loss {loss:.4g}, lr {lr:.3g}, gradient "
                   f"norm {norm:.3g}); recorded in {folder}")  # fmt: skip
             return 3
         if state["step"] < s["steps"]:
             write_status("interrupted")
-            plot(folder)
+            draw(folder)
             print(f"\nsaved at step {state['step']}; go on with --resume {folder}")
             return 130
         text = sample_run(folder, tokens=200, seed=s["seed"])
         (folder / "sample.txt").write_text(text, encoding="utf-8")
         write_status("finished", seconds=round(state["seconds"], 2))
-        plot(folder)
+        draw(folder)
     best = state["best"]
     print(f"\n{text}\n\nfinished: {state['seconds']:.1f} s of training, held-out "
           f"{best['val_bpb']:.4f} bits/byte (step {best['step']}); {folder}")  # fmt: skip
@@ -640,6 +304,7 @@ def describe(model, s, meta):
         print(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
     per_step = s["batch"] * s["accum"] * s["block"]
     passes = s["steps"] * per_step / meta["train_tokens"]
+    memory = memory_estimate(model.config, s)
     name = torch.cuda.get_device_name() if s["device"] == "cuda" else platform.machine()
     print(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads)
 dtype    float32 parameters, {s["dtype"]} matrix products: {s["dtype_why"]}
@@ -649,83 +314,117 @@ model    {s["norm"]}, {s["layers"]} blocks × {s["dim"]}, vocabulary {s["vocab"]
 params   {model.num_params():,}; {model.num_params(embeddings=False):,} without embedding and head
 update   {per_step:,} tokens ({s["batch"]} × block {s["block"]} × accum {s["accum"]})
 steps    {s["steps"]:,}, {passes:.1f} passes over the text
-memory   about {memory_estimate(model, s) / 2**20:,.0f} MiB at the peak""", flush=True)  # fmt: skip
+memory   about {memory / 2**20:,.0f} MiB at the peak""", flush=True)  # fmt: skip
 
 
 def new_folder(out, s):
-    """The folder for a new run; a name that is taken gets a number, a folder asked for does not."""
+    """(folder, its lock) of a new run. A name that is taken gets a number; one asked for does not.
+
+    ValueError if the folder asked for holds a run, or is another process's.
+    """
     if out is None:
         base = HERE / "runs" / run_name(s)
-        names = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 10_000))]
-        return next(n for n in names if not n.exists())
+        for i in itertools.count(2):
+            folder = base if i == 2 else base.with_name(f"{base.name}-{i - 1}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:  # perhaps made by another process a moment ago
+                continue
+            return folder, lock(folder)
     folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    held = lock(folder)
+    refuse_taken(folder)
+    return folder, held
+
+
+def refuse_taken(folder):
     if (folder / "config.json").exists():
-        raise BadInput(f"{folder} holds a run already: --resume {folder}, or another --out")
-    return folder
-
-
-def prepared(s):
-    """(train tokens, held-out tokens, meta) of the text, prepared now if need be."""
-    data = load(prepare(s["data"], s["vocab"]))
-    for split, tokens in zip(("training", "held-out"), data[:2], strict=True):
-        if len(tokens) <= s["block"]:
-            raise BadInput(f"the {split} text has {len(tokens)} tokens, too few for --block "
-                           f"{s['block']}: give a smaller block or a longer text")  # fmt: skip
-    return data
+        raise ValueError(f"{folder} holds a run already: --resume {folder}, or another --out")
 
 
 def build(s, config):
-    """The model, drawn under the run's seed. BadInput if it does not fit into memory."""
+    """(model drawn under the run's seed, data of its text). ValueError if it cannot be trained."""
+    if (need := memory_estimate(config, s)) > 1.25 * (have := memory_of(s["device"])):
+        raise ValueError(f"this run needs about {need / 2**30:,.0f} GiB of memory, {s['device']} "
+                         f"has {have / 2**30:,.0f}: smaller --batch, --layers, --dim?")  # fmt: skip
+    data = load(prepare(s["data"], s["vocab"], block=s["block"]))
     torch.manual_seed(s["seed"])
-    try:
-        return Transformer(config).to(s["device"])
-    except (MemoryError, RuntimeError):
-        raise BadInput("the model does not fit into memory: give fewer --layers, --dim") from None
+    return Transformer(config).to(s["device"]), data
 
 
-def setup(argv):
-    """(settings, model, folder, data, checkpoint or None). Raises ValueError; makes no folder."""
-    size, given, out, resume = parse(argv)
-    if resume is None:
-        s, config = resolve(size, given)
-        folder, data = new_folder(out, s), prepared(s)
-        return s, build(s, config), folder, data, None
-    folder, path = Path(resume), Path(resume) / "ckpt.pt"
-    if folder.is_file():  # a checkpoint by name, such as the one before
-        folder, path = folder.parent, folder
-    if size or out:
-        raise BadInput(f"--{'size' if size else 'out'} cannot be given with --resume")
-    try:
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        s = {k: saved[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
-        fingerprint = saved["data_meta"]["fingerprint"]
-        wanted, config = resolve(s["size"], {k: s[k] for k in TABLE} | given)
-    except FileNotFoundError:
-        raise BadInput(f"{folder} has no config.json: nothing to resume") from None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"{folder}/config.json is damaged, or not of a run") from None
+def reopen(folder, path, given):
+    """(settings, model, data, checkpoint or None) of the run in `folder`, to go on with.
+
+    path: which checkpoint. given: the flags given besides. ValueError if they do not fit together.
+    """
+    s, fingerprint = saved(folder)
+    wanted, config = resolve(s["size"], {k: s[k] for k in TABLE} | given)
     auto = [k for k in ("device", "dtype", "compile") if given.get(k) == "auto"]
     fixed = [k for k in given if k not in (*FREE_ON_RESUME, *auto)]
     if refused := [f"{flag(k)} {wanted[k]} (was {s[k]})" for k in fixed if wanted[k] != s[k]]:
-        raise BadInput(f"a resumed run cannot change {', '.join(refused)}: start a new one")
+        raise ValueError(f"a resumed run cannot change {', '.join(refused)}: start a new one")
     s |= {k: wanted[k] for k in FREE_ON_RESUME}
     if "device" in auto:  # on another kind of machine the numbers change, if one asks for it
         s["device"] = wanted["device"]
-    data, model = prepared(s), build(s, config)
+    model, data = build(s, config)
     if fingerprint != data[2]["fingerprint"]:
-        raise BadInput(f"the text {s['data']} has changed since the run in {folder} began")
+        raise ValueError(f"the text {s['data']} has changed since the run in {folder} began")
     if not any(folder.glob("ckpt*.pt")):
         status = folder / "status.json"
         if status.exists() and '"running"' not in status.read_text(encoding="utf-8"):
-            raise BadInput(f"the checkpoints of {folder} are gone: start a new run")
-        return s, model, folder, data, None  # killed before its first checkpoint: it begins anew
+            raise ValueError(f"the checkpoints of {folder} are gone: start a new run")
+        return s, model, data, None  # killed before its first checkpoint: it begins anew
     ckpt = load_checkpoint(path)
-    own = ckpt.get("config") == config.to_dict() and ckpt.get("data") == fingerprint
-    step = ckpt["state"].get("step") if isinstance(ckpt.get("state"), dict) else None
-    if not (own and type(step) is int and 0 <= step <= s["steps"]):
-        raise BadInput(f"{path} does not fit the run that config.json describes")
-    ckpt["path"] = path
-    return s, model, folder, data, ckpt
+    then, state = ckpt.get("settings"), ckpt.get("state")
+    if not (isinstance(then, dict) and then.keys() == TABLE.keys() and isinstance(state, dict)
+            and type(state.get("step")) is int and 0 <= state["step"] <= s["steps"]):  # fmt: skip
+        raise ValueError(f"{path} does not fit the run that config.json describes")
+    fixed = (k for k in TABLE if k not in (*FREE_ON_RESUME, "device", "data"))
+    if other := [f"{flag(k)} {s[k]} ({then[k]})" for k in fixed if s[k] != then[k]]:
+        raise ValueError(f"{path} is of other settings than config.json: {', '.join(other)}")
+    if ckpt.get("data") != fingerprint:
+        raise ValueError(f"{path} was trained on another text than config.json says")
+    return s, model, data, ckpt | {"path": path}
+
+
+def start(argv):
+    """Train as the flags say. Returns the exit code; ValueError for what cannot be."""
+    size, given, out, resume = parse(argv)
+    if resume is None:
+        s, config = resolve(size, given)
+        if out:
+            refuse_taken(Path(out))
+        model, data = build(s, config)
+        folder, held = new_folder(out, s)
+        ckpt = None
+    elif size or out:
+        raise ValueError(f"--{'size' if size else 'out'} cannot be given with --resume")
+    else:
+        folder, path = Path(resume), Path(resume) / "ckpt.pt"
+        if folder.is_file():  # a checkpoint by name, such as the one before
+            folder, path = folder.parent, folder
+        saved(folder)  # before the lock, which would leave a file in a folder that is no run's
+        held = lock(folder)
+        s, model, data, ckpt = reopen(folder, path, given)
+    with held:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        record = s | {"versions": versions | {"numpy": np.__version__}, "data_meta": data[2]}
+        record |= {"platform": platform.platform(), "threads": torch.get_num_threads()}
+        write_json(folder / "config.json", record)
+        if ckpt and ckpt["path"] != folder / "ckpt.pt":
+            copy_atomically(ckpt["path"], folder / "ckpt.pt")  # in the place of the damaged one
+        try:
+            return train(s, model, folder, data, ckpt)
+        except (MemoryError, RuntimeError) as e:
+            full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+            if not full and "can't allocate memory" not in str(e):
+                raise
+            write_json(folder / "status.json", {"status": "interrupted", "reason": "no memory"})
+            raise ValueError(
+                "out of memory: give a smaller --batch (and more --accum), or "
+                "--checkpoint-activations; the checkpoints are intact"
+            ) from None
 
 
 def main(argv=None):
@@ -734,18 +433,7 @@ def main(argv=None):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        s, model, folder, data, ckpt = setup(argv)
-        folder.mkdir(parents=True, exist_ok=True)
-        held = lock(folder)
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        record = s | {"versions": versions | {"numpy": np.__version__}, "data_meta": data[2]}
-        record |= {"platform": platform.platform(), "threads": torch.get_num_threads()}
-        write_json(folder / "config.json", record)
-        if ckpt and ckpt["path"] != folder / "ckpt.pt":
-            copy_atomically(ckpt["path"], folder / "ckpt.pt")  # in the place of the damaged one
-        code = train(s, model, folder, data, ckpt)
-        held.close()
-        return code
+        return start(argv)
     except (ValueError, OSError) as e:
         print(f"train.py: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2

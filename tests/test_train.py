@@ -20,6 +20,7 @@ from conftest import SMALL, TEXT, Run, assert_close, assert_same
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train
+from data import settings
 from data.prepare import load, prepare
 from nanonorm import Config, Transformer
 from sample import load_run
@@ -29,8 +30,8 @@ FILES = "config.json log.csv layers.csv status.json ckpt.pt loss.png layers.png 
 
 def resolved(*argv):
     """(every setting, the model's Config) of a command line."""
-    size, given, *_ = train.parse([str(a) for a in argv])
-    return train.resolve(size, given)
+    size, given, *_ = settings.parse([str(a) for a in argv])
+    return settings.resolve(size, given)
 
 
 def flag(name):
@@ -162,7 +163,7 @@ def test_whole_numbers_may_stand_for_floats():
     assert (s["lr"], s["rope_theta"], s["clip"]) == (1.0, 100.0, 0.0)
 
 
-@pytest.mark.parametrize("size", [*train.SIZES])
+@pytest.mark.parametrize("size", [*settings.SIZES])
 def test_a_flag_overrides_the_size(size):
     one, _ = resolved("--size", size, "--device=cpu")
     two, _ = resolved("--lr=0.02", "--steps=77", "--device=cpu", "--size", size)
@@ -1056,7 +1057,7 @@ def test_a_checkpoint_of_another_model_is_refused(fit, stopped, tmp_path, capsys
     other = fit("--norm=gpas", "--layers=3", "--steps=1")
     (tmp_path / "ckpt.pt").write_bytes((other.folder / "ckpt.pt").read_bytes())
     capsys.readouterr()
-    assert_refused(fit(resume=Run(tmp_path)).code, capsys, "checkpoint", "fit")
+    assert_refused(fit(resume=Run(tmp_path)).code, capsys, "ckpt.pt", r"--layers 2 \(3\)")
 
 
 def test_a_second_process_is_kept_out_of_a_folder_in_use(fit, stopped, capsys):
@@ -1202,13 +1203,13 @@ def test_the_default_folder_is_beside_the_script_and_gets_a_number_when_taken(
 
 def test_the_name_of_a_run_tells_settings_apart():
     base = ["--device=cpu", "--compile=off", "--heads=2"]
-    names = {train.run_name(resolved(*base)[0])}
+    names = {settings.run_name(resolved(*base)[0])}
     telling = [n for n in FLAGS if n not in SILENT]
     for name in set(telling) - {"ffn", "warmup", "min_lr", "device", "dtype", "compile"}:
         value = FLAGS[name]
         given = flag(name) if value is True else f"{flag(name)}={value}"
         given = flag(name).replace("--", "--no-", 1) if value is False else given
-        names.add(train.run_name(resolved(*base, given)[0]))
+        names.add(settings.run_name(resolved(*base, given)[0]))
     assert len(names) == 1 + len(telling) - 6
     for name in names:
         assert re.fullmatch(r"[\w.+=-]+", name, re.ASCII) and len(name) <= 120

