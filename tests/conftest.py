@@ -193,3 +193,14 @@ def checkout(tmp_path_factory):
         shutil.copy(file, copy / file.relative_to(root))
     (copy / "text.txt").write_bytes(TEXT.encode())
     return copy
+
+
+def pytest_addoption(parser):
+    text = "20 kills in every mode, 5,000 command lines, every text: half an hour"
+    parser.addoption("--thorough", action="store_true", help=text)
+
+
+@pytest.fixture(scope="session")
+def thorough(request):
+    """Whether to test at length (pytest --thorough)."""
+    return request.config.getoption("--thorough")
