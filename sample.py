@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from data.prepare import tokenizer
+from data.prepare import Parser, one_line, tokenizer
 from data.runs import load_checkpoint
-from data.settings import Parser
 from nanonorm import Config, Transformer
 
 
@@ -91,13 +90,22 @@ def parse(argv):
     return args
 
 
+def as_utf8(text):
+    """An argument read as UTF-8, which Python does not do in a plain C locale."""
+    try:
+        return os.fsencode(text).decode("utf-8", "replace")
+    except UnicodeEncodeError:  # it does not come from a command line
+        return text
+
+
 def main(argv=None):
     """The command. Returns the exit code."""
     try:
         args = parse(argv)
+        args.prompt = as_utf8(args.prompt)
         model, encoding = load_run(args.run)
     except (ValueError, OSError) as e:
-        print(f"sample.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"sample.py: error: {one_line(e)}", file=sys.stderr)
         return 2
     options = {k: getattr(args, k) for k in ("tokens", "temperature", "top_k", "seed")}
     if hasattr(sys.stdout, "reconfigure"):  # any character can come, whatever the locale

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from data.batches import evaluate, get_batch, window_starts
-from data.prepare import load, prepare
+from data.prepare import load, one_line, prepare
 from data.runs import (
     FORMAT,
     LAYERS,
@@ -133,6 +133,29 @@ def diverges(state, loss, norm, patience):
     return f"loss above its start for {patience} steps" if state["above"] >= patience else None
 
 
+def restore(ckpt, model, opt, scaler, state):
+    """Fill all four from a checkpoint; ValueError if it does not fit them."""
+    try:
+        model.load_state_dict(ckpt["model"])
+        opt.load_state_dict(ckpt["optimizer"])
+        scaler.load_state_dict(ckpt["scaler"])
+        if ckpt["state"].keys() != state.keys():
+            raise KeyError("state")
+        state |= ckpt["state"]
+        for p in sum((group["params"] for group in opt.param_groups), []):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                opt.state[p][moment].expand_as(p)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{ckpt['path']}: the checkpoint does not fit config.json") from None
+
+
+def where_it_ran():
+    """What else config.json says: versions and machine."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"versions": versions | {"numpy": np.__version__}, "platform": platform.platform(),
+            "threads": torch.get_num_threads()}  # fmt: skip
+
+
 def draw(folder):
     """Both pictures; a run does not fail for want of one."""
     try:
@@ -155,13 +178,10 @@ def train(s, model, folder, data, resume=None):
     state = {"step": 0, "seconds": 0.0, "first": None, "mean": None, "var": None, "above": 0,
              "spikes": 0, "best": None}  # fmt: skip
     if resume:
-        try:
-            model.load_state_dict(resume["model"])
-            opt.load_state_dict(resume["optimizer"])
-            scaler.load_state_dict(resume["scaler"])
-            state |= resume["state"]
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError("the checkpoint does not fit the run's config.json") from None
+        restore(resume, model, opt, scaler, state)
+        if resume["path"] != folder / "ckpt.pt":
+            copy_atomically(resume["path"], folder / "ckpt.pt")  # in the place of the damaged one
+    write_json(folder / "config.json", s | where_it_ran() | {"data_meta": meta})
     describe(model, s, meta)
     if s["compile"] == "on":
         model.compile_blocks()
@@ -322,20 +342,17 @@ def new_folder(out, s):
 
     ValueError if the folder asked for holds a run, or is another process's.
     """
-    if out is None:
-        base = HERE / "runs" / run_name(s)
-        for i in itertools.count(2):
-            folder = base if i == 2 else base.with_name(f"{base.name}-{i - 1}")
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:  # perhaps made by another process a moment ago
-                continue
-            return folder, lock(folder)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    held = lock(folder)
-    refuse_taken(folder)
-    return folder, held
+    base = out or HERE / "runs" / run_name(s)
+    for folder in map(Path, itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))):
+        try:
+            folder.mkdir(parents=True, exist_ok=out is not None)
+        except OSError as e:
+            if isinstance(e, FileExistsError) and out is None:
+                continue  # perhaps made by another process a moment ago
+            raise ValueError(f"{one_line(e)}: name another folder with --out") from None
+        held = lock(folder)
+        refuse_taken(folder)
+        return folder, held
 
 
 def refuse_taken(folder):
@@ -408,14 +425,11 @@ def start(argv):
         held = lock(folder)
         s, model, data, ckpt = reopen(folder, path, given)
     with held:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        record = s | {"versions": versions | {"numpy": np.__version__}, "data_meta": data[2]}
-        record |= {"platform": platform.platform(), "threads": torch.get_num_threads()}
-        write_json(folder / "config.json", record)
-        if ckpt and ckpt["path"] != folder / "ckpt.pt":
-            copy_atomically(ckpt["path"], folder / "ckpt.pt")  # in the place of the damaged one
         try:
             return train(s, model, folder, data, ckpt)
+        except OSError as e:
+            then = f"then --resume {folder}" if folder.is_dir() else "its folder is gone"
+            raise ValueError(f"cannot write the run ({one_line(e)}): mend that, {then}") from None
         except (MemoryError, RuntimeError) as e:
             full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
             if not full and "can't allocate memory" not in str(e):
@@ -435,7 +449,7 @@ def main(argv=None):
     try:
         return start(argv)
     except (ValueError, OSError) as e:
-        print(f"train.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"train.py: error: {one_line(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before or after training, where nothing is left to save
         return 130

@@ -53,6 +53,13 @@ class DataError(ValueError):
     """A fault the user can mend; the message is one line: what is wrong, what to do."""
 
 
+def one_line(e):
+    """What an exception says, as the one line that a user sees."""
+    if isinstance(e, OSError) and e.strerror:  # without its number
+        return " ".join(f"{e.strerror}{': ' if e.filename else ''}{e.filename or ''}".split())
+    return " ".join(str(e).split())
+
+
 @lru_cache(maxsize=8)
 def tokenizer(vocab):
     """GPT-2's byte-pair encoding cut down to `vocab` ids, 257 to 50,257, without the network.
@@ -460,7 +467,7 @@ def prepare(source, vocab, *, out=None, block=1, tokens=None, val_tokens=None, u
             meta["fingerprint"] = sha256(str(vocab), meta["train_sha256"], meta["val_sha256"])
             publish(Path(tmp), folder, meta | ({} if sha else {"url": url or C4_URL}))
     except OSError as e:
-        raise DataError(f"cannot prepare {folder} ({e}): mend that or choose --out") from None
+        raise DataError(f"cannot prepare {folder} ({one_line(e)}): mend it or --out") from None
     finally:
         with suppress(OSError):  # not empty, unless all failed
             folder.rmdir()
@@ -480,8 +487,17 @@ def count(text):
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # one line, as for every other fault, instead of the usage
+    """argparse whose every complaint is one line, for the scripts to show, without the usage."""
+
+    def error(self, message):
         raise DataError(f"{message} (--help tells more)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        for word in args:
+            if word.endswith("=--"):  # argparse would make of it a list, not a text
+                self.error(f"{word} has no value")
+        return super().parse_known_args(args, namespace)
 
 
 def main(argv=None):

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -38,10 +39,14 @@ def copy_atomically(path, to):
     tmp = to.with_name(to.name + ".tmp")
     tmp.unlink(missing_ok=True)
     try:
-        os.link(path, tmp)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, tmp)
-    os.replace(tmp, to)
+        try:
+            os.link(path, tmp)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, tmp)
+        os.replace(tmp, to)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
 
 
 def save_checkpoint(folder, state):
@@ -52,7 +57,7 @@ def save_checkpoint(folder, state):
     try:
         write_atomically(ckpt, lambda f: torch.save(state, f))
     except RuntimeError as e:  # what torch makes of a write that failed
-        raise OSError(f"cannot write {ckpt} ({e}); the checkpoint before is intact") from None
+        raise OSError(f"{ckpt} could not be written: {e}") from None
 
 
 def load_checkpoint(path):
@@ -121,10 +126,12 @@ def lock(folder):
 
 def plot(folder):
     """Draw loss.png and layers.png from log.csv and layers.csv; a divergence is marked."""
-    import matplotlib
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EncodingWarning)  # matplotlib's own
+        import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
 
     def columns(name, keys):
         with open(folder / name, encoding="utf-8", newline="") as f:

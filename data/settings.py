@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from data.prepare import NAMES
+from data.prepare import NAMES, Parser
 from nanonorm import Config, one_of
 
 # name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
@@ -89,11 +89,6 @@ COMPILE_PAYS = 1e11  # layers × dim² × tokens of a run on a CPU from which co
 
 # Settings that may change on resume, because the weights do not depend on them.
 FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # for main to show as one line; argparse would print the usage too
-        raise ValueError(message)
 
 
 def parse(argv):

@@ -3,11 +3,17 @@
 import csv
 import itertools
 import json
+import os
+import re
 import shutil
+import signal
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nanonorm import VARIANTS, Config, Transformer
 
@@ -204,3 +210,75 @@ def pytest_addoption(parser):
 def thorough(request):
     """Whether to test at length (pytest --thorough)."""
     return request.config.getoption("--thorough")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in train.py may catch it."""
+
+
+class At:
+    """Does something just before update `step` (from 1) is made."""
+
+    def __init__(self, step, what):
+        self.count, self.step, self.what = 0, step, what
+
+    def __call__(self, optimizer, args, kwargs):
+        self.count += 1
+        if self.count == self.step:
+            self.what()
+
+    def __enter__(self):
+        self.handle = register_optimizer_step_pre_hook(self)
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def kill():
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def stopped(fit):
+    with At(2, press_ctrl_c):
+        return fit("--norm=gpas", whole=True)
+
+
+def assert_refused(code, capsys, *words):
+    """Exit code 2, and exactly one line on stderr that has the words."""
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert "Traceback" not in err and err.startswith("train.py: error: ")
+    for word in words:
+        assert re.search(word, err), f"{word!r} is not in {err!r}"
+
+
+def tensors(x):
+    """Every tensor in nested dicts and lists."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else []
+    return [t for part in parts for t in tensors(part)]
+
+
+def is_picture(path):
+    """A whole PNG with more than one colour in it."""
+    import matplotlib.image
+
+    data = path.read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    return (
+        data.startswith(b"\x89PNG\r\n\x1a\n")
+        and data[-8:-4] == b"IEND"
+        and min(width, height) >= 300
+        and np.ptp(matplotlib.image.imread(path)) > 0.5
+    )
+
+
+def listing(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
