@@ -172,6 +172,58 @@ class AddBranch(Add):  # scale·x + g(branch)
 PLACEMENTS = {"sum": AddSum, "shortcut": AddShortcut, "branch": AddBranch,
               "before": Add, "norm": Add}  # fmt: skip
 
+# ---- The loss, without the logits of the whole batch --------------------------------------------
+
+LOGITS = 2**24  # so many logits are held at once: 64 MiB in float32
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Σ cross-entropy of softmax(x Wᵀ), x (N, C), W (V, C), targets (N,) with −100 left out.
+
+    N × V logits would be the largest tensor of the model, three times over. Here a piece of them is
+    made at a time and turned into gradients of x and W at once, which the backward then scales.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, dtype, with_grad):
+        w, rows = weight.to(dtype), max(1, LOGITS // weight.shape[0])
+        total = at_least_fp32(x).new_zeros(())
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_grad else (None, None)
+        for at in range(0, len(x), rows):
+            h, target = x[at : at + rows].to(dtype), targets[at : at + rows, None]
+            logits = at_least_fp32(h @ w.T)
+            index, ignored = target.clamp(min=0), target == -100
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            total += (log_sum - logits.gather(1, index)).masked_fill_(ignored, 0).sum()
+            if with_grad:
+                d = logits.sub_(log_sum).exp_()  # softmax − one-hot, in the place of the logits
+                d.scatter_add_(1, index, d.new_full((), -1.0).expand_as(index))
+                d = d.masked_fill_(ignored, 0).to(dtype)
+                dx[at : at + rows] = d @ w
+                dw += d.T @ h
+        ctx.save_for_backward(dx, dw)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return grad.to(dx.dtype) * dx, grad.to(dw.dtype) * dw, None, None, None
+
+
+def head_loss(x, weight, targets):
+    """Mean cross-entropy, in nats, of the targets (N,) under logits x Wᵀ; −100 is left out.
+
+    Under autocast the products are made in its type, the loss in float32.
+    """
+    kind = x.device.type
+    low = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
+    with torch.autocast(kind, enabled=False):
+        total = _HeadLoss.apply(x, weight, targets, dtype, torch.is_grad_enabled())
+    return total / (targets != -100).sum()
+
+
 # ---- The two sub-layers, f ----------------------------------------------------------------------
 
 
@@ -548,19 +600,21 @@ INITS = {
 # ---- Configuration ------------------------------------------------------------------------------
 
 
-# What the released code calls some variants: not accepted, but understood.
-RELEASE_NAMES = {"deeppost": "deepnorm", "post_pre": "mix", "deeppost_gpas": "deepnorm+gpas",
-                 "post_pre_gpas": "mix+gpas"}  # fmt: skip
+# What the released code calls some variants, and other slips: not accepted, but understood.
+OTHER_NAMES = {"deeppost": "deepnorm", "post_pre": "mix", "deeppost_gpas": "deepnorm+gpas",
+                 "post_pre_gpas": "mix+gpas", "gpu": "cuda"}  # fmt: skip
 
 
-def one_of(what, value, names):
+def one_of(what, value, names, shown=None):
     """value if it is one of `names`; else ValueError with the names and the nearest one."""
     if value in names:
         return value
-    word = RELEASE_NAMES.get(value, str(value).lower())
+    word = OTHER_NAMES.get(value, str(value).lower())
     near = difflib.get_close_matches(word, [str(n) for n in names], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise ValueError(f"unknown {what} {value!r}{hint}; one of: {', '.join(map(str, names))}")
+    raise ValueError(
+        f"unknown {what} {value!r}{hint}; one of: {shown or ', '.join(map(str, names))}"
+    )
 
 
 def option(default, text):
@@ -607,7 +661,7 @@ class Config:
         base, plus, extra = ("pre+gpas" if self.norm == "gpas" else self.norm).partition("+")
         names = [*VARIANTS, "gpas", *(f"{name}+gpas" for name in VARIANTS)]
         if base not in VARIANTS or (plus and extra != "gpas"):
-            one_of("norm", self.norm, names)
+            one_of("norm", self.norm, names, f"{', '.join(VARIANTS)}; each also as NAME+gpas")
         self.norm = base + plus + extra
         if self.ffn is None:
             self.ffn = -(-8 * self.dim // 24) * 8
@@ -663,7 +717,7 @@ def _checked(name, kind, value):
     if value is None and kind in (int | None, float | None, bool | None, str | None):
         return None
     want = next(t for t in (bool, int, float, str) if kind in (t, t | None))
-    if want is float and type(value) is int:
+    if want is float and type(value) is int and abs(value) < 1e18:
         value = float(value)
     if type(value) is not want or (want is float and not math.isfinite(value)):
         raise ValueError(f"{name} must be {want.__name__}, not {value!r}")
@@ -698,11 +752,10 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def forward(self, ids, targets=None):
-        x = self.final_stream(ids)
-        logits = at_least_fp32(self.head(self.norm(x)))
+        x = self.norm(self.final_stream(ids))
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+            return at_least_fp32(self.head(x))
+        return head_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
 
     def final_stream(self, ids):
         """The stream (B, T, C) after the last block, before the final norm."""
@@ -904,7 +957,8 @@ def block_grad_norms(model):
     norms = []
     for block in model.blocks:
         grads = [p.grad for p in block.parameters() if p.grad is not None]
-        norms.append(nn.utils.get_total_norm(grads) if grads else torch.zeros(()))
+        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # if sharded
     return torch.stack([n.to(norms[0].device) for n in norms])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from data.prepare import Parser, one_line, tokenizer
+from data.prepare import Parser, one_line, open_streams, tokenizer
 from data.runs import load_checkpoint
 from nanonorm import Config, Transformer
 
@@ -100,6 +100,7 @@ def as_utf8(text):
 
 def main(argv=None):
     """The command. Returns the exit code."""
+    open_streams()
     try:
         args = parse(argv)
         args.prompt = as_utf8(args.prompt)
@@ -115,13 +116,15 @@ def main(argv=None):
         for piece in stream_text(model, encoding, args.prompt, **options):
             print(piece, end="", flush=True)
         print()
-    except ValueError as e:
-        print(f"\nsample.py: error: {e}", file=sys.stderr)
+    except BrokenPipeError:  # the reader (head, less) has gone: not a fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as e:
+        print(f"\nsample.py: error: {one_line(e)}", file=sys.stderr)
+        if isinstance(e, OSError):  # what could not be written must not be tried again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader (head, less) has gone: not a fault
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

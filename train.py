@@ -2,42 +2,66 @@
 
 From top to bottom: the schedule and the optimizer, the training loop, the start of a run. The flags
 and sizes are in data/settings.py, the batches in data/batches.py, the files of a run in
-data/runs.py. A run is a pure function of its settings: the window that sample i of step s sees
-depends on (seed, s, i) alone, so accumulation and resuming change nothing.
+data/runs.py, one process or several in data/engine.py. A run is a pure function of its settings:
+the window that sample i of step s sees depends on (seed, s, i) alone, so accumulation, resuming and
+the number of processes change nothing.
 
 Exit codes: 0 finished, 2 bad input (one line, nothing written), 3 diverged (recorded as a result),
-130 interrupted (saved first).
+130 interrupted (saved first). A run that cannot be written, or runs out of memory, ends with 2 too;
+its checkpoints are whole and --resume goes on from there.
 """
+
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while torch is loaded: an end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import itertools
 import math
 import os
 import platform
-import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from data.batches import evaluate, get_batch, window_starts
-from data.prepare import load, one_line, prepare
+from data.engine import (
+    Interrupts,
+    World,
+    ended_as_by_ctrl_c,
+    memory_estimate,
+    memory_of,
+    shard_moments,
+    to,
+    whole,
+)
+from data.prepare import load, one_line, open_streams, prepare
 from data.runs import (
     FORMAT,
-    LAYERS,
     LOG,
-    Table,
-    copy_atomically,
-    load_checkpoint,
+    Record,
+    Silence,
+    check_moments,
+    check_state,
+    checkpoint,
     lock,
-    plot,
-    save_checkpoint,
-    write_json,
+    say,
+    show_progress,
 )
-from data.settings import DEFAULTS, FREE_ON_RESUME, TABLE, flag, parse, resolve, run_name, saved
-from nanonorm import GATE_ACTS, VARIANTS, Transformer, block_grad_norms, stream_variance
+from data.settings import (
+    FREE_ON_RESUME,
+    TABLE,
+    flag,
+    idle_settings,
+    parse,
+    resolve,
+    run_name,
+    saved,
+)
+from nanonorm import GATE_ACTS, Transformer, block_grad_norms, stream_variance
 from sample import sample_run
 
 HERE = Path(__file__).resolve().parent
@@ -64,59 +88,7 @@ def optimizer_for(model, s):
     return torch.optim.AdamW(groups, lr=s["lr"], betas=(s["beta1"], s["beta2"]), fused=fused)
 
 
-def memory_estimate(c, s):
-    """Bytes a training step needs at its peak, roughly: weights, moments, activations, logits."""
-    n, wide = s["batch"] * s["block"], 4 if s["dtype"] == "float32" else 2
-    weights = c.layers * (4 * c.dim**2 + 3 * c.dim * c.ffn) + 2 * c.vocab * c.dim
-    block = n * (4 * 4 * c.dim + wide * (7 * c.dim + 4 * c.ffn))
-    kept = n * 4 * c.dim * c.layers + block if s["checkpoint_activations"] else block * c.layers
-    return 16 * weights + kept + 3 * 4 * n * c.vocab + 16 * s["batch"] * s["accum"]
-
-
-def memory_of(device):
-    """Bytes of memory that the device has; infinite where that cannot be asked."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return math.inf
-
-
 # ---- Training -----------------------------------------------------------------------------------
-
-
-class Interrupts:
-    """The first SIGINT or SIGTERM asks the loop to stop after its step; a second ends at once."""
-
-    def __enter__(self):
-        self.asked = False
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self.old = {sig: signal.signal(sig, self.ask) for sig in signals}
-        return self
-
-    def ask(self, *_):
-        if self.asked:
-            os._exit(130)  # files are replaced as a whole: none can be left half written
-        self.asked = True
-        print("\nstopping after this step (once more: at once)", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_):
-        for sig, handler in self.old.items():
-            signal.signal(sig, handler)
-
-
-def show_progress(row, steps, bpb, left):
-    """One line. On a terminal it is rewritten in place; in a log file each is a line of its own."""
-    left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
-    line = (f"step {row['step']}/{steps} ({row['step'] / steps:.0%})  loss {row['loss']:.4f}  "
-            f"{bpb:.3f} bits/byte  {row['tok_per_s']:,.0f} tokens/s  {left} left")  # fmt: skip
-    evaluated = row["val_loss"] != ""
-    if evaluated:
-        line += f"  held-out: loss {row['val_loss']:.4f}, {row['val_bpb']:.4f} bits/byte"
-    live = sys.stdout.isatty()
-    line = f"\r{line:<110}" if live else line
-    print(line, end="" if live and not evaluated else "\n", flush=True)
 
 
 def diverges(state, loss, norm, patience):
@@ -133,113 +105,118 @@ def diverges(state, loss, norm, patience):
     return f"loss above its start for {patience} steps" if state["above"] >= patience else None
 
 
-def restore(ckpt, model, opt, scaler, state):
-    """Fill all four from a checkpoint; ValueError if it does not fit them."""
-    try:
-        model.load_state_dict(ckpt["model"])
-        opt.load_state_dict(ckpt["optimizer"])
-        scaler.load_state_dict(ckpt["scaler"])
-        if ckpt["state"].keys() != state.keys():
-            raise KeyError("state")
-        state |= ckpt["state"]
-        for p in sum((group["params"] for group in opt.param_groups), []):
-            for moment in ("exp_avg", "exp_avg_sq"):
-                opt.state[p][moment].expand_as(p)
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
-        raise ValueError(f"{ckpt['path']}: the checkpoint does not fit config.json") from None
-
-
-def where_it_ran():
-    """What else config.json says: versions and machine."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"versions": versions | {"numpy": np.__version__}, "platform": platform.platform(),
-            "threads": torch.get_num_threads()}  # fmt: skip
-
-
-def draw(folder):
-    """Both pictures; a run does not fail for want of one."""
-    try:
-        plot(folder)
-    except Exception as e:
-        print(f"warning: no pictures: {e}", file=sys.stderr)
-
-
-def train(s, model, folder, data, resume=None):
-    """Train by the settings `s` in `folder`. Returns the exit code: 0, 3 or 130."""
-    (train_ids, val_ids, meta), config = data, model.config
-    device, block, per_step = s["device"], s["block"], s["batch"] * s["accum"]
+def ready(s, model, world, ckpt):
+    """(optimizer, scaler, state) of a run from its start, or from a checkpoint that must fit."""
     model.checkpoint_activations = s["checkpoint_activations"]
+    try:
+        if ckpt:
+            if any(w.dtype != torch.float32 for w in ckpt["model"].values()):
+                raise TypeError("parameters are float32")
+            model.load_state_dict(ckpt["model"])
+    except (RuntimeError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{ckpt['path']}: its weights do not fit config.json") from None
+    if s["compile"] == "on":
+        model.compile_blocks()
+    world.wrap(model, s["shard"])
     opt = optimizer_for(model, s)
-    scaler = torch.amp.GradScaler(device, enabled=device == "cuda" and s["dtype"] == "float16")
-    autocast = torch.autocast(device, getattr(torch, s["dtype"]), enabled=s["dtype"] != "float32")
-    gates = [a for of_block in model.gates() for a in of_block if a.requires_grad]
-    others = [p for p in model.parameters() if p.requires_grad and not any(p is a for a in gates)]
+    scaled = s["device"] == "cuda" and s["dtype"] == "float16"
+    scaler = torch.amp.GradScaler(s["device"], enabled=scaled)
     # All that a run remembers besides weights and moments; the checkpoint holds it.
     state = {"step": 0, "seconds": 0.0, "first": None, "mean": None, "var": None, "above": 0,
              "spikes": 0, "best": None}  # fmt: skip
-    if resume:
-        restore(resume, model, opt, scaler, state)
-        if resume["path"] != folder / "ckpt.pt":
-            copy_atomically(resume["path"], folder / "ckpt.pt")  # in the place of the damaged one
-    write_json(folder / "config.json", s | where_it_ran() | {"data_meta": meta})
-    describe(model, s, meta)
-    if s["compile"] == "on":
-        model.compile_blocks()
+    if ckpt:
+        try:
+            moments = {"state": ckpt["optimizer"]["state"]}  # the settings are those of config.json
+            check_moments(moments["state"], opt)
+            groups = opt.state_dict()["param_groups"]
+            opt.load_state_dict(shard_moments(moments | {"param_groups": groups}, opt))
+            scaler.load_state_dict(ckpt["scaler"])
+            check_state(ckpt["state"], state)
+            state |= ckpt["state"]
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+            raise ValueError(f"{ckpt['path']}: its moments do not fit config.json") from None
+    return opt, scaler, state
+
+
+def train(s, model, opt, scaler, state, data, world, record):
+    """Train from `state` on, writing to `record`. Returns the exit code: 0, 3 or 130."""
+    (train_ids, val_ids, meta), config = data, model.config
+    block, per_step, device = s["block"], s["batch"] * s["accum"], world.device
+    shares = world.shares(s["batch"], s["accum"])
+    autocast = torch.autocast(device.type, getattr(torch, s["dtype"]),
+                              enabled=s["dtype"] != "float32")  # fmt: skip
+    gates = [a for of_block in model.gates() for a in of_block if a.requires_grad]
+    others = [p for p in model.parameters() if p.requires_grad and not any(p is a for a in gates)]
     bits = meta["train_tokens"] / meta["train_bytes"] / math.log(2)  # (nats/token) to (bits/byte)
     val_bits = (len(val_ids) - 1) / meta["val_bytes"] / math.log(2)
-    diverged, mark, stream = None, (state["step"], state["seconds"]), []
+    diverged, moment, stream, unread = None, {}, [], []
+    mark = state["step"], state["seconds"]
     act, total_norm = GATE_ACTS[config.gpas_act], torch.nn.utils.get_total_norm
+    broken = torch.zeros((), device=device)  # 1 from the first loss or gradient that is not finite
 
     def watch(l, x):  # the stream after block l; 0 is the embedding
         if l:
             stream.append(stream_variance(x))
 
+    def read():
+        """Look at the numbers of the updates since the last look: why has the run diverged?"""
+        nonlocal moment
+        for at, lr, *numbers in unread:
+            loss, norm = (v.item() for v in numbers)
+            moment = {"loss": loss, "lr": lr, "grad_norm": norm}
+            if scaler.is_enabled() and math.isfinite(loss):
+                continue  # an overflow of scaled fp16 gradients is the scaler's to handle
+            if why := diverges(state, loss, norm, patience=max(50, s["steps"] // 10)):
+                if "finite" in why:
+                    state["step"] = at - 1  # later updates did nothing
+                unread.clear()
+                return why
+        unread.clear()
+
     def loss_of(ids, targets):
         with autocast:
-            return model(ids.to(device), targets.to(device))
+            return world.run(to(device, ids), to(device, targets))
 
-    def write_status(status, **more):
-        d = {"status": status, "step": state["step"], "steps": s["steps"], "best": state["best"]}
-        write_json(folder / "status.json", d | {"spikes": state["spikes"]} | more)
+    def status(word, **more):
+        d = {"status": word, "step": state["step"], "steps": s["steps"], "best": state["best"]}
+        record.status(d | {"spikes": state["spikes"]} | more)
 
     def save():
-        save_checkpoint(folder, {
+        parts = whole({"model": model.state_dict(), "optimizer": opt.state_dict()})
+        record.save({
             "format": FORMAT, "config": config.to_dict(), "data": meta["fingerprint"],
-            "settings": {k: s[k] for k in TABLE},
-            "state": state, "model": model.state_dict(), "optimizer": opt.state_dict(),
-            "scaler": scaler.state_dict(),
-        })  # fmt: skip
+            "settings": {k: s[k] for k in TABLE}, "state": state, "scaler": scaler.state_dict(),
+        } | parts)  # fmt: skip
+        status("running")
 
-    write_status("running")
-    with (
-        closing(Table(folder / "log.csv", LOG, state["step"])) as log,
-        closing(Table(folder / "layers.csv", LAYERS, state["step"])) as layers,
-        Interrupts() as interrupts,
-    ):
-        while state["step"] < s["steps"] and not interrupts.asked:
+    status("running")
+    with Interrupts() as interrupts:
+        while state["step"] < s["steps"]:
             started, step = time.perf_counter(), state["step"] + 1
             logging = step in (1, s["steps"]) or step % s["log_every"] == 0
             evaluating = step == s["steps"] or step % s["eval_every"] == 0
-            lr, loss = lr_at(step - 1, s), 0.0
+            saving = step == s["steps"] or step % s["save_every"] == 0
+            lr, loss = lr_at(step - 1, s), torch.zeros((), device=device)
             starts = window_starts(s["seed"], step - 1, per_step, len(train_ids), block)
-            for i in range(0, per_step, s["batch"]):
+            for share in shares:
+                last = share is shares[-1]
                 # the stream is watched in the last forward of an update that is logged
-                model.tap = watch if logging and i + s["batch"] == per_step else None
-                ids, targets = get_batch(train_ids, starts[i : i + s["batch"]], block)
-                part = loss_of(ids, targets) / s["accum"]
-                scaler.scale(part).backward()
-                loss += part.item()
+                model.tap = watch if logging and last else None
+                ids, targets = get_batch(train_ids, starts[share], block)
+                with world.forward_of(last):
+                    part = loss_of(ids, targets) / len(shares)
+                    scaler.scale(part).backward()
+                loss += part.detach()
             model.tap = None
             scaler.unscale_(opt)
-            norms = [total_norm([p.grad for p in part]) for part in (others, gates)]
-            norm = math.hypot(*(n.item() for n in norms))
-            if scaler.is_enabled() and math.isfinite(loss):
-                diverged = None  # an overflow of scaled fp16 gradients is the scaler's to handle
-            else:
-                diverged = diverges(state, loss, norm, patience=max(50, s["steps"] // 10))
+            loss = world.mean(loss)
+            norms = [whole(total_norm([p.grad for p in part])) for part in (others, gates)]
+            unread.append((step, lr, loss, torch.hypot(*norms)))
+            reading = device.type == "cpu" or logging or evaluating or saving or scaler.is_enabled()
+            diverged = read() if reading else None
             if logging or diverged:
                 block_norms = block_grad_norms(model)  # before clipping
-                shrink = [[act(a).item() for a in of_block] for of_block in model.gates()]
+                shrink = [[act(whole(a)).item() for a in of_block] for of_block in model.gates()]
             if diverged:  # the weights are not touched; look at the blocks once more, as they are
                 stream.clear()
                 model.tap = watch
@@ -254,71 +231,70 @@ def train(s, model, folder, data, resume=None):
                         torch.nn.utils.clip_grads_with_norm_(part, s[most], n)
                 for group in opt.param_groups:
                     group["lr"] = lr
+                if device.type == "cuda" and not scaler.is_enabled():
+                    # nobody waits for the number: the update itself does nothing once one is broken
+                    broken = torch.maximum(broken, 1 - unread[-1][3].isfinite().float())
+                    opt.found_inf = broken
                 scaler.step(opt)
                 scaler.update()
                 state["step"] = step
             opt.zero_grad(set_to_none=True)
+            stopping = (reading or world.size == 1) and world.any(interrupts.asked)
+            if unread and stopping:
+                diverged = diverged or read()
             state["seconds"] += time.perf_counter() - started
             if logging:
-                rows = zip(stream, block_norms.tolist(), shrink, strict=True)
-                layers.write([step, i, v.item(), g, *(z[:1] + z[-1:] or ["", ""])]
-                             for i, (v, g, z) in enumerate(rows, 1))  # fmt: skip
+                rows = zip(world.mean(torch.stack(stream)), block_norms, shrink, strict=True)
+                record.layers([step, i, v.item(), g.item(), *(z[:1] + z[-1:] or ["", ""])]
+                              for i, (v, g, z) in enumerate(rows, 1))  # fmt: skip
                 stream.clear()
             if logging or evaluating:
                 rate = (step - mark[0]) * per_step * block / (state["seconds"] - mark[1])
                 mark = step, state["seconds"]
                 row = dict.fromkeys(LOG, "") | {
                     "step": step, "tokens": step * per_step * block, "seconds": state["seconds"],
-                    "loss": loss, "lr": lr, "grad_norm": norm, "tok_per_s": rate,
+                    **{k: moment[k] for k in ("loss", "lr", "grad_norm")}, "tok_per_s": rate,
                 }  # fmt: skip
                 if evaluating and not diverged:
-                    val = evaluate(loss_of, val_ids, block, s["batch"])
+                    val = evaluate(loss_of, val_ids, block, s["batch"], world)
                     row |= {"val_loss": val, "val_bpb": val * val_bits}
                     if not math.isfinite(val):
                         diverged = "held-out loss is not finite"
                     elif state["best"] is None or val < state["best"]["val_loss"]:
                         state["best"] = {k: row[k] for k in ("step", "val_loss", "val_bpb")}
-                log.write([row.values()])
+                record.log(row)
                 left = state["seconds"] / step * (s["steps"] - step)
-                show_progress(row, s["steps"], loss * bits, left)
+                show_progress(row, s["steps"], moment["loss"] * bits, left)
             if diverged:
                 break
-            if step % s["save_every"] == 0 or step == s["steps"] or interrupts.asked:
+            if saving or stopping:
                 save()
-                write_status("running")
+            if stopping:
+                break
         if diverged:
-            moment = {"loss": loss, "lr": lr, "grad_norm": norm}
-            write_status("diverged", reason=diverged, at_step=step, **{
+            status("diverged", reason=diverged, at_step=step, **{
                 k: v if math.isfinite(v) else str(v) for k, v in moment.items()})  # fmt: skip
-            draw(folder)
-            print(f"\ndiverged at step {step}: {diverged} (loss {loss:.4g}, lr {lr:.3g}, gradient "
-                  f"norm {norm:.3g}); recorded in {folder}")  # fmt: skip
+            record.draw()
+            numbers = "loss {loss:.4g}, lr {lr:.3g}, gradient norm {grad_norm:.3g}".format(**moment)
+            say(f"\ndiverged at step {step}: {diverged} ({numbers}); recorded in {record.folder}")
             return 3
         if state["step"] < s["steps"]:
-            write_status("interrupted")
-            draw(folder)
-            print(f"\nsaved at step {state['step']}; go on with --resume {folder}")
+            status("interrupted")
+            record.draw()
+            say(f"\nsaved at step {state['step']}; go on with --resume {record.folder}")
             return 130
-        text = sample_run(folder, tokens=200, seed=s["seed"])
-        (folder / "sample.txt").write_text(text, encoding="utf-8")
-        write_status("finished", seconds=round(state["seconds"], 2))
-        draw(folder)
-    best = state["best"]
-    print(f"\n{text}\n\nfinished: {state['seconds']:.1f} s of training, held-out "
-          f"{best['val_bpb']:.4f} bits/byte (step {best['step']}); {folder}")  # fmt: skip
+        if world.chief:
+            text = sample_run(record.folder, tokens=200, seed=s["seed"])
+            record.text("sample.txt", text)
+            status("finished", seconds=round(state["seconds"], 2))
+            record.draw()
+            best = "{val_bpb:.4f} bits/byte (step {step})".format(**state["best"])
+            print(f"\n{text}\n\nfinished: {state['seconds']:.1f} s of training, held-out {best}; "
+                  f"{record.folder}")  # fmt: skip
     return 0
 
 
-def idle_settings(s, config):
-    """The flags whose setting, not the default, has no effect with this variant and init."""
-    idle = {"lns": config.variant is not VARIANTS["lns"], "gpas": not config.gpas,
-            "mix": config.variant is not VARIANTS["mix"], "gate_clip": not config.gpas,
-            "scale_init": config.init != "scale_init"}  # fmt: skip
-    starts = tuple(what for what, no in idle.items() if no)
-    return [flag(k) for k in TABLE if k.startswith(starts) and s[k] != DEFAULTS[k]]
-
-
-def describe(model, s, meta):
+def describe(model, s, meta, world):
     """Say what is about to run, and why so."""
     if idle := idle_settings(s, model.config):
         print(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
@@ -326,7 +302,8 @@ def describe(model, s, meta):
     passes = s["steps"] * per_step / meta["train_tokens"]
     memory = memory_estimate(model.config, s)
     name = torch.cuda.get_device_name() if s["device"] == "cuda" else platform.machine()
-    print(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads)
+    several = f" × {world.size} processes{', sharded' * s['shard']}" if world.launched else ""
+    print(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads){several}
 dtype    float32 parameters, {s["dtype"]} matrix products: {s["dtype_why"]}
 compile  {s["compile"]}: {s["compile_why"]}
 data     {meta["name"]}: {meta["train_tokens"]:,} training tokens, {meta["val_tokens"]:,} held out
@@ -342,7 +319,7 @@ def new_folder(out, s):
 
     ValueError if the folder asked for holds a run, or is another process's.
     """
-    base = out or HERE / "runs" / run_name(s)
+    base = HERE / "runs" / run_name(s) if out is None else out
     for folder in map(Path, itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))):
         try:
             folder.mkdir(parents=True, exist_ok=out is not None)
@@ -356,103 +333,113 @@ def new_folder(out, s):
 
 
 def refuse_taken(folder):
-    if (folder / "config.json").exists():
+    """ValueError if no new run can be put there: found before anything is written, if it can be."""
+    if any((folder / name).exists() for name in ("config.json", "log.csv", "ckpt.pt")):
         raise ValueError(f"{folder} holds a run already: --resume {folder}, or another --out")
+    base = next(p for p in (folder, *folder.parents) if p.exists())
+    if not base.is_dir() or not os.access(base, os.W_OK):
+        raise ValueError(f"{folder} cannot be written: name another folder with --out")
 
 
 def build(s, config):
-    """(model drawn under the run's seed, data of its text). ValueError if it cannot be trained."""
-    if (need := memory_estimate(config, s)) > 1.25 * (have := memory_of(s["device"])):
-        raise ValueError(f"this run needs about {need / 2**30:,.0f} GiB of memory, {s['device']} "
-                         f"has {have / 2**30:,.0f}: smaller --batch, --layers, --dim?")  # fmt: skip
+    """(model drawn under the run's seed, data of its text)."""
     data = load(prepare(s["data"], s["vocab"], block=s["block"]))
     torch.manual_seed(s["seed"])
     return Transformer(config).to(s["device"]), data
 
 
-def reopen(folder, path, given):
-    """(settings, model, data, checkpoint or None) of the run in `folder`, to go on with.
+def resumed(folder, given):
+    """(settings, config, fingerprint of the text) of a run to go on with; `given`: flags besides.
 
-    path: which checkpoint. given: the flags given besides. ValueError if they do not fit together.
+    ValueError for a flag that would change the run.
     """
     s, fingerprint = saved(folder)
     wanted, config = resolve(s["size"], {k: s[k] for k in TABLE} | given)
     auto = [k for k in ("device", "dtype", "compile") if given.get(k) == "auto"]
-    fixed = [k for k in given if k not in (*FREE_ON_RESUME, *auto)]
+    fixed = [k for k in given if k not in (*FREE_ON_RESUME, *auto, "data")]
     if refused := [f"{flag(k)} {wanted[k]} (was {s[k]})" for k in fixed if wanted[k] != s[k]]:
         raise ValueError(f"a resumed run cannot change {', '.join(refused)}: start a new one")
     s |= {k: wanted[k] for k in FREE_ON_RESUME}
+    s["data"] = wanted["data"]  # the text may have moved: its fingerprint tells
     if "device" in auto:  # on another kind of machine the numbers change, if one asks for it
         s["device"] = wanted["device"]
-    model, data = build(s, config)
-    if fingerprint != data[2]["fingerprint"]:
-        raise ValueError(f"the text {s['data']} has changed since the run in {folder} began")
-    if not any(folder.glob("ckpt*.pt")):
-        status = folder / "status.json"
-        if status.exists() and '"running"' not in status.read_text(encoding="utf-8"):
-            raise ValueError(f"the checkpoints of {folder} are gone: start a new run")
-        return s, model, data, None  # killed before its first checkpoint: it begins anew
-    ckpt = load_checkpoint(path)
-    then, state = ckpt.get("settings"), ckpt.get("state")
-    if not (isinstance(then, dict) and then.keys() == TABLE.keys() and isinstance(state, dict)
-            and type(state.get("step")) is int and 0 <= state["step"] <= s["steps"]):  # fmt: skip
-        raise ValueError(f"{path} does not fit the run that config.json describes")
-    fixed = (k for k in TABLE if k not in (*FREE_ON_RESUME, "device", "data"))
-    if other := [f"{flag(k)} {s[k]} ({then[k]})" for k in fixed if s[k] != then[k]]:
-        raise ValueError(f"{path} is of other settings than config.json: {', '.join(other)}")
-    if ckpt.get("data") != fingerprint:
-        raise ValueError(f"{path} was trained on another text than config.json says")
-    return s, model, data, ckpt | {"path": path}
+    return s, config, fingerprint
 
 
-def start(argv):
-    """Train as the flags say. Returns the exit code; ValueError for what cannot be."""
+def start(argv, world):
+    """All that `train` needs, as the flags say. ValueError for what cannot be, nothing written."""
     size, given, out, resume = parse(argv)
+    folder = ckpt = None
     if resume is None:
         s, config = resolve(size, given)
-        if out:
+        if out is not None:
             refuse_taken(Path(out))
-        model, data = build(s, config)
-        folder, held = new_folder(out, s)
-        ckpt = None
-    elif size or out:
-        raise ValueError(f"--{'size' if size else 'out'} cannot be given with --resume")
+    elif size is not None or out is not None:
+        raise ValueError(f"--{'out' if size is None else 'size'} cannot be given with --resume")
     else:
         folder, path = Path(resume), Path(resume) / "ckpt.pt"
         if folder.is_file():  # a checkpoint by name, such as the one before
             folder, path = folder.parent, folder
-        saved(folder)  # before the lock, which would leave a file in a folder that is no run's
-        held = lock(folder)
-        s, model, data, ckpt = reopen(folder, path, given)
-    with held:
-        try:
-            return train(s, model, folder, data, ckpt)
-        except OSError as e:
-            then = f"then --resume {folder}" if folder.is_dir() else "its folder is gone"
-            raise ValueError(f"cannot write the run ({one_line(e)}): mend that, {then}") from None
-        except (MemoryError, RuntimeError) as e:
-            full = isinstance(e, (MemoryError, torch.OutOfMemoryError))
-            if not full and "can't allocate memory" not in str(e):
-                raise
-            write_json(folder / "status.json", {"status": "interrupted", "reason": "no memory"})
-            raise ValueError(
-                "out of memory: give a smaller --batch (and more --accum), or "
-                "--checkpoint-activations; the checkpoints are intact"
-            ) from None
+        s, config, fingerprint = resumed(folder, given)
+    if (need := memory_estimate(config, s)) > 1.25 * (have := memory_of(s["device"])):
+        raise ValueError(f"this run needs about {need / 2**30:,.0f} GiB of memory, {s['device']} "
+                         f"has {have / 2**30:,.0f}: smaller --batch, --layers, --dim?")  # fmt: skip
+    world.open(s)
+    if resume and world.chief:
+        world.held = lock(folder)
+    if not world.chief:  # the text is prepared once
+        world.wait()
+    model, data = build(s, config)
+    if world.chief:
+        world.wait()
+    if resume:
+        if fingerprint != data[2]["fingerprint"]:
+            raise ValueError(f"--data {s['data']} has changed since the run in {folder} began")
+        ckpt = checkpoint(path, s, fingerprint)
+    elif world.chief:
+        folder, world.held = new_folder(out, s)
+    record = Record(folder) if world.chief else Silence()
+    opt, scaler, state = ready(s, model, world, ckpt)
+    record.begin(s, data[2], state["step"], ckpt and ckpt["path"])
+    describe(model, s, data[2], world)
+    return s, model, opt, scaler, state, data, world, record
+
+
+def refusal(e, record):
+    """The line for what the user or the machine did, before or (with a record) in training."""
+    if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(e):
+        if record:
+            record.status({"status": "interrupted", "reason": "out of memory"})
+        return ("out of memory: give a smaller --batch (and more --accum), --layers or --dim, or "
+                "--checkpoint-activations")  # fmt: skip
+    if isinstance(e, OSError) and record:
+        with suppress(OSError):
+            record.status({"status": "interrupted", "reason": one_line(e)})
+        then = f"then --resume {record.folder}" if record.folder.is_dir() else "its folder is gone"
+        return f"cannot write the run ({one_line(e)}): mend that, {then}"
+    if isinstance(e, (OSError, ValueError)) and not record:
+        return one_line(e)
+    return None  # a fault of ours
 
 
 def main(argv=None):
     """The command. Returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):  # a plain C locale knows no × or β
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    try:
-        return start(argv)
-    except (ValueError, OSError) as e:
-        print(f"train.py: error: {one_line(e)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before or after training, where nothing is left to save
-        return 130
+    open_streams()
+    record = None
+    with ended_as_by_ctrl_c(), closing(World()) as world:
+        try:
+            *run, record = start(argv, world)
+            with closing(record):
+                return train(*run, record)
+        except KeyboardInterrupt:  # before training: later ones are handled there
+            print("interrupted before the first step: nothing to save", file=sys.stderr)
+            return 130
+        except (ValueError, OSError, MemoryError, RuntimeError) as e:
+            if not (line := refusal(e, record)):
+                raise
+            if world.chief:
+                print(f"train.py: error: {line}", file=sys.stderr)
+            return 2
 
 
 if __name__ == "__main__":

@@ -24,20 +24,28 @@ def get_batch(tokens, starts, block):
 
 
 @torch.no_grad()
-def evaluate(loss_of, tokens, block, batch):
+def evaluate(loss_of, tokens, block, batch, world=None):
     """Mean cross-entropy, in nats per token, over a whole text; every token predicted once.
 
     loss_of(ids, targets): the mean loss of a batch (B, block), targets of −100 ignored. tokens:
     1-D; the first is context only (a text's opening <|endoftext|>). The windows do not overlap; the
     last is filled up with targets that do not count. The mean is over tokens: the batch size does
-    not matter.
+    not matter. In a `world` of several processes each takes its turn; all make as many forwards.
     """
+    size, rank = (world.size, world.rank) if world else (1, 0)
     total, n = 0.0, len(tokens) - 1
-    for at in range(0, n, block * batch):
+    for at in range(rank * block * batch, -(-n // (block * batch * size)) * block * batch * size,
+                    block * batch * size):  # fmt: skip
         piece = torch.from_numpy(tokens[at : at + block * batch + 1].astype(np.int64))
-        count = len(piece) - 1
+        count = max(0, len(piece) - 1)
         ids = torch.zeros(batch * block, dtype=torch.int64)
         targets = torch.full_like(ids, -100)
-        ids[:count], targets[:count] = piece[:-1], piece[1:]
-        total += loss_of(ids.view(batch, block), targets.view(batch, block)).item() * count
+        ids[:count], targets[:count] = piece[:count], piece[1:]
+        loss = loss_of(ids.view(batch, block), targets.view(batch, block))
+        if count:  # else there was nothing left, but the others may wait for this forward
+            total += loss.item() * count
+    if size > 1:
+        total = (
+            world.mean(torch.tensor(total, dtype=torch.float64, device=world.device)).item() * size
+        )
     return total / n

@@ -53,6 +53,16 @@ class DataError(ValueError):
     """A fault the user can mend; the message is one line: what is wrong, what to do."""
 
 
+def open_streams():
+    """Make stdout and stderr take any character, and be there even if the caller closed them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):  # a plain C locale knows no × or β
+            stream.reconfigure(errors="backslashreplace")
+
+
 def one_line(e):
     """What an exception says, as the one line that a user sees."""
     if isinstance(e, OSError) and e.strerror:  # without its number
@@ -106,6 +116,15 @@ def sha256(*parts):
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
+def sha256_of(path):
+    """The hex SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def pack(ids, vocab):
     """`ids` as uint16 if vocab <= 65,536, else uint32; DataError for an id not below vocab."""
     ids = np.asarray(ids, dtype=np.int64)
@@ -121,12 +140,16 @@ def read_text(path):
     """The bytes of a UTF-8 file without its byte-order mark; line endings stay as they are."""
     path, shown = Path(path), repr(str(path))
     if path.is_dir():
-        raise DataError(f"{shown} is a folder: give the text files in it")
+        raise DataError(f"{shown} is a folder: give a text file in it")
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise DataError(f"{shown} is not a regular file: give a text file")
         data = path.read_bytes()
         data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise DataError(f"{shown} is not UTF-8 at byte {e.start}: save it as UTF-8") from None
+    except DataError:
+        raise
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         near = difflib.get_close_matches(str(path), NAMES, 1)
         hint = f"did you mean {near[0]}? names are" if near else "give a text file or one of"
@@ -320,14 +343,19 @@ def write(path, docs, vocab, limit=None):
 
 def read_meta(folder):
     """meta.json as a dict, once it agrees with the files beside it; else DataError."""
+    folder = Path(folder)
     try:
-        meta = json.loads((Path(folder) / "meta.json").read_text(encoding="utf-8"))
-        width = np.dtype(meta["dtype"]).itemsize
-        sizes = [(Path(folder) / f"{part}.bin").stat().st_size for part in ("train", "val")]
-        agree = sizes == [width * meta["train_tokens"], width * meta["val_tokens"]]
-        if meta["version"] == VERSION and agree and min(sizes) > 0:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        good = meta["version"] == VERSION and meta["dtype"] == str(pack([], meta["vocab"]).dtype)
+        good &= all(type(meta[key]) is str for key in ("name", "source_sha256"))
+        for part in ("train", "val"):
+            width, size = np.dtype(meta["dtype"]).itemsize, (folder / f"{part}.bin").stat().st_size
+            good &= size == width * meta[f"{part}_tokens"] and meta[f"{part}_bytes"] > 0 < size
+            good = good and sha256_of(folder / f"{part}.bin") == meta[f"{part}_sha256"]
+        prints = [meta[f"{part}_sha256"] for part in ("train", "val")]
+        if good and meta["fingerprint"] == sha256(str(meta["vocab"]), *prints):
             return meta
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DataError(f"{folder} is not prepared, or damaged: run data/prepare.py (again)")
 
@@ -499,6 +527,15 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{word} has no value")
         return super().parse_known_args(args, namespace)
 
+    def parse_args(self, args=None, namespace=None):
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            known = [option for a in self._actions for option in a.option_strings]
+            near = difflib.get_close_matches(rest[0].split("=")[0], known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unknown argument {rest[0]}{hint}")
+        return found
+
 
 def main(argv=None):
     """The command. Returns its exit code: 0 done, 2 bad input, 130 interrupted."""
@@ -510,9 +547,7 @@ def main(argv=None):
     add("--tokens", help="c4: at least so many to train on, such as 100M, 1.5B, 50k")
     add("--val-tokens", help=f"c4: to validate (default a tenth, at most {C4_VAL_TOKENS:,})")
     add("--c4-url", metavar="URL", help=f"c4: the folder above en/ (default {C4_URL})")
-    for stream in (sys.stdout, sys.stderr):  # a file's name may hold what a terminal cannot show
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    open_streams()
     try:
         a = parser.parse_args(argv)
         vocab = (32000 if a.source == ["c4"] else 2048) if a.vocab is None else a.vocab

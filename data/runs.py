@@ -2,14 +2,20 @@
 
 import csv
 import json
+import math
 import os
+import platform
 import shutil
+import sys
 import warnings
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from data.settings import FREE_ON_RESUME, TABLE, flag
 
 FORMAT = 2  # of ckpt.pt
 LOG = ("step", "tokens", "seconds", "loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s")
@@ -19,8 +25,9 @@ LAYERS = ("step", "block", "variance", "grad_norm", "gate_attn", "gate_ffn")
 def write_atomically(path, write):
     """write(file) into a temporary file, flush it to the disk, then rename it to `path`."""
     tmp = path.with_name(path.name + ".tmp")
+    tmp.unlink(missing_ok=True)  # left by a kill it may be a second name of a file to be kept
     try:
-        with open(tmp, "wb") as f:
+        with open(tmp, "xb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
@@ -35,7 +42,11 @@ def write_json(path, d):
 
 
 def copy_atomically(path, to):
-    """Make `to` the same file as `path`, with a whole file under both names at every moment."""
+    """Make `to` the same file as `path`, with a whole file under both names at every moment.
+
+    The two may share their bytes on the disk: no file of a run is ever changed in place.
+    """
+    path = path.resolve()  # a link to a symbolic link would be a link to its name
     tmp = to.with_name(to.name + ".tmp")
     tmp.unlink(missing_ok=True)
     try:
@@ -44,9 +55,8 @@ def copy_atomically(path, to):
         except OSError:  # a file system without links
             shutil.copyfile(path, tmp)
         os.replace(tmp, to)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
+    finally:
+        tmp.unlink(missing_ok=True)  # it is still there if both were the same file already
 
 
 def save_checkpoint(folder, state):
@@ -57,7 +67,7 @@ def save_checkpoint(folder, state):
     try:
         write_atomically(ckpt, lambda f: torch.save(state, f))
     except RuntimeError as e:  # what torch makes of a write that failed
-        raise OSError(f"{ckpt} could not be written: {e}") from None
+        raise OSError(f"{ckpt} could not be written; is the disk full?") from e
 
 
 def load_checkpoint(path):
@@ -78,36 +88,100 @@ def load_checkpoint(path):
         raise ValueError(f"{path} is cut short, damaged or not a checkpoint{hint}") from None
     if damaged:
         raise ValueError(f"{path} is damaged{hint}")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if (
+        not isinstance(state, dict)
+        or type(found := state.get("format")) is not int
+        or found != FORMAT
+    ):
         raise ValueError(f"{path} is not a nanonorm checkpoint of format {FORMAT}{hint}")
     return state
 
 
+def checkpoint(path, s, fingerprint):
+    """The checkpoint to go on with, None before the first. ValueError if it is another run's."""
+    folder = path.parent
+    if path.name == "ckpt.pt" and not any(folder.glob("ckpt*.pt")):
+        status = folder / "status.json"
+        if status.exists() and '"running"' not in status.read_text(encoding="utf-8"):
+            raise ValueError(
+                f"{folder} ended, and has no checkpoint to go on from: start a new run"
+            )
+        return None  # killed before its first checkpoint: it begins anew
+    ckpt = load_checkpoint(path)
+    then, state = ckpt.get("settings"), ckpt.get("state")
+    if not (isinstance(then, dict) and then.keys() == TABLE.keys() and isinstance(state, dict)
+            and type(state.get("step")) is int and 0 <= state["step"] <= s["steps"]):  # fmt: skip
+        raise ValueError(f"{path} does not fit the run that config.json describes")
+    differs = lambda a, b: type(a) is not type(b) or a != b
+    fixed = [k for k in TABLE if k not in (*FREE_ON_RESUME, "device", "data")]
+    if other := [f"{flag(k)} {s[k]} ({then[k]})" for k in fixed if differs(s[k], then[k])]:
+        raise ValueError(f"{path} is of other settings than config.json: {', '.join(other)}")
+    if ckpt.get("data") != fingerprint:
+        raise ValueError(f"{path} was trained on another text than config.json says")
+    return ckpt | {"path": path}
+
+
+def check_moments(of, opt):
+    """ValueError unless {index of a parameter: its moments} fit the optimizer's parameters."""
+    params = sum((group["params"] for group in opt.param_groups), [])
+    if of.keys() != set(range(len(params))):
+        raise ValueError("other parameters")
+    for i, p in enumerate(params):
+        want = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        if {k: v.shape for k, v in of[i].items()} != want or any(
+            v.dtype != torch.float32 for v in of[i].values()
+        ):
+            raise ValueError("other shapes")
+
+
+def check_state(found, start):
+    """ValueError unless a checkpoint's `state` has what a run remembers, each of its kind."""
+    number = lambda v: type(v) in (int, float) and math.isfinite(v)
+    good = found.keys() == start.keys() and number(found["seconds"])
+    good = good and all(found[k] is None or number(found[k]) for k in ("first", "mean", "var"))
+    good = good and all(
+        type(found[k]) is int and found[k] >= 0 for k in ("step", "above", "spikes")
+    )
+    if not good or (found["best"] is not None and not all(map(number, found["best"].values()))):
+        raise ValueError("not a run's state")
+
+
 class Table:
-    """A CSV file, flushed row by row; rows after `step` (of a run that was killed) are cut off."""
+    """A CSV file, flushed row by row; rows after `step` (of a run that was killed) are cut off.
+
+    Nothing is written before `begin`. ValueError if the file is not such a table.
+    """
 
     def __init__(self, path, columns, step):
-        self.f = open(path, "a+", encoding="utf-8", newline="")
-        self.f.seek(0)
-        end = 0
-        while (line := self.f.readline()).endswith("\n"):
-            first = line.split(",")[0]
-            if first != "step" and not first.isdecimal():
-                raise ValueError(f"{path} is not a table of a run: {line.strip()[:40]!r}")
-            if first != "step" and int(first) > step:
+        self.path, self.columns, self.f, self.end, last = path, columns, None, 0, 0
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for i, line in enumerate(lines):
+            cells = line.decode("utf-8", "replace").rstrip("\r\n").split(",")
+            whole = len(cells) == len(columns) and line.endswith(b"\n")
+            if i and i == len(lines) - 1 and not whole:
+                break  # cut off by a kill; made again
+            number = int(cells[0]) if i and cells[0].isdecimal() and len(cells[0]) < 20 else -1
+            good = whole and number >= last if i else tuple(cells) == columns
+            if not good:
+                raise ValueError(f"{path}, line {i + 1}, is not of a run: {cells[0][:40]!r}")
+            if i and number > step:
                 break
-            end = self.f.tell()
-        self.f.truncate(end)
+            last, self.end = max(last, number), self.end + len(line)
+
+    def begin(self):
+        self.f = open(self.path, "a", encoding="utf-8", newline="")
+        self.f.truncate(self.end)
         self.writer = csv.writer(self.f, lineterminator="\n")
-        if not end:
-            self.write([columns])
+        if not self.end:
+            self.write([self.columns])
 
     def write(self, rows):
         self.writer.writerows([f"{v:.7g}" if isinstance(v, float) else v for v in r] for r in rows)
         self.f.flush()
 
     def close(self):
-        self.f.close()
+        if self.f:
+            self.f.close()
 
 
 def lock(folder):
@@ -124,6 +198,27 @@ def lock(folder):
     return f
 
 
+def say(text, end="\n"):
+    """Print; a reader that has gone (a closed terminal, `| head`) must not end the run."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+def show_progress(row, steps, bpb, left):
+    """One line. On a terminal it is rewritten in place; in a log file each is a line of its own."""
+    left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
+    line = (f"step {row['step']}/{steps} ({row['step'] / steps:.0%})  loss {row['loss']:.4f}  "
+            f"{bpb:.3f} bits/byte  {row['tok_per_s']:,.0f} tokens/s  {left} left")  # fmt: skip
+    evaluated = row["val_loss"] != ""
+    if evaluated:
+        line += f"  held-out: loss {row['val_loss']:.4f}, {row['val_bpb']:.4f} bits/byte"
+    live = sys.stdout.isatty()
+    line = f"\r{line:<110}" if live else line
+    say(line, end="" if live and not evaluated else "\n")
+
+
 def plot(folder):
     """Draw loss.png and layers.png from log.csv and layers.csv; a divergence is marked."""
     with warnings.catch_warnings():
@@ -132,6 +227,7 @@ def plot(folder):
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
+        import matplotlib.ticker
 
     def columns(name, keys):
         with open(folder / name, encoding="utf-8", newline="") as f:
@@ -174,5 +270,62 @@ def plot(folder):
         ax.set_yscale("log")
         ax.set_title(f"{what} of each block", fontsize=10)
     key = plt.cm.ScalarMappable(plt.Normalize(1, max(2, last)), "viridis")
-    fig.colorbar(key, ax=axes, label="block (1: next to the embedding)")
+    whole = matplotlib.ticker.MaxNLocator(integer=True)
+    fig.colorbar(key, ax=axes, ticks=whole, label="block (1: next to the embedding)")
     finish(fig, axes, "layers.png")
+
+
+class Record:
+    """What a run writes into its folder, from its beginning to its end."""
+
+    def __init__(self, folder):
+        self.folder, self.tables = folder, []
+
+    def begin(self, s, meta, step, ckpt):
+        """Write config.json and open the tables; `ckpt` takes the place of a damaged ckpt.pt."""
+        for name, columns in (("log.csv", LOG), ("layers.csv", LAYERS)):
+            self.tables.append(Table(self.folder / name, columns, step))
+        if ckpt and ckpt != self.folder / "ckpt.pt":
+            copy_atomically(ckpt, self.folder / "ckpt.pt")
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        where = {"versions": versions | {"numpy": np.__version__}, "data_meta": meta,
+                 "platform": platform.platform(), "threads": torch.get_num_threads()}  # fmt: skip
+        write_json(self.folder / "config.json", s | where)
+        for table in self.tables:
+            table.begin()
+
+    def log(self, row):
+        self.tables[0].write([row.values()])
+
+    def layers(self, rows):
+        self.tables[1].write(rows)
+
+    def status(self, d):
+        write_json(self.folder / "status.json", d)
+
+    def save(self, state):
+        save_checkpoint(self.folder, state)
+
+    def text(self, name, text):
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+    def draw(self):
+        """Both pictures; a run does not fail for want of one."""
+        try:
+            plot(self.folder)
+        except Exception as e:
+            with suppress(OSError):
+                print(f"warning: no pictures: {e}", file=sys.stderr)
+
+    def close(self):
+        for table in self.tables:
+            table.close()
+
+
+class Silence:
+    """In the place of a Record where another process writes: each of its calls does nothing."""
+
+    folder = None
+
+    def __getattr__(self, name):
+        return lambda *args, **kw: None

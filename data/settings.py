@@ -5,9 +5,7 @@ one line.
 """
 
 import argparse
-import difflib
 import json
-import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import torch
 
 from data.prepare import NAMES, Parser
-from nanonorm import Config, one_of
+from nanonorm import VARIANTS, Config, one_of
 
 # name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
 FLAGS = {
@@ -45,6 +43,7 @@ FLAGS = {
         "dtype": (("auto", "float32", "bfloat16", "float16"), "type of the matrix products"),
         "compile": (("auto", "on", "off"), "torch.compile the blocks"),
         "checkpoint_activations": (bool, "recompute each block in the backward to save memory"),
+        "shard": (bool, "share weights and moments out (FSDP2) among torchrun's processes"),
     },
 }  # fmt: skip
 TABLE = {name: row for group in FLAGS.values() for name, row in group.items()}
@@ -53,7 +52,7 @@ DEFAULTS = {f.name: f.default for f in fields(Config)} | {
     "data": "shakespeare", "accum": 1, "warmup": None, "min_lr": None, "weight_decay": 0.1,
     "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "gate_clip": 0.0, "seed": 0, "eval_every": 250,
     "log_every": 20, "save_every": 250, "device": "auto", "dtype": "auto", "compile": "auto",
-    "checkpoint_activations": False,
+    "checkpoint_activations": False, "shard": False,
 }  # fmt: skip
 
 # The papers' recipe (2506.22049, 2502.05795): 512 sequences of 256 tokens an update, Adam without
@@ -88,12 +87,14 @@ SIZES = {
 COMPILE_PAYS = 1e11  # layers × dim² × tokens of a run on a CPU from which compiling is repaid
 
 # Settings that may change on resume, because the weights do not depend on them.
-FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations")
+FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations", "shard")
 
 
 def parse(argv):
     """(size or None, {flag: value given}, out, resume). ValueError for no flag, or no value."""
-    p = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    p = Parser(
+        prog="train.py", description="Train any variant on text, offline.", allow_abbrev=False
+    )
     p.add_argument("--size", metavar="X", help=f"shape and recipe: {' '.join(SIZES)} (tiny)")
     for group, flags in FLAGS.items():
         g = p.add_argument_group(group)
@@ -101,16 +102,12 @@ def parse(argv):
             switch = kind in (bool, bool | None)
             kw = {"action": argparse.BooleanOptionalAction} if switch else {"metavar": "X"}
             shown = SIZES["tiny"].get(name, DEFAULTS.get(name))
+            text += f": {' '.join(kind)}" if isinstance(kind, tuple) else ""
             text += f" ({shown})" if shown is not None else ""
             g.add_argument(flag(name), help=text, **kw)
     g.add_argument("--out", metavar="DIR", help="the run's folder (runs/, named by the settings)")
     g.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
-    args, rest = p.parse_known_args(argv)
-    if rest:
-        known = [option for a in p._actions for option in a.option_strings]
-        near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown argument {rest[0]}{hint} (--help lists all)")
+    args = p.parse_args(argv)
     given = {name: typed(name, v) for name in TABLE if (v := getattr(args, name)) is not None}
     return args.size, given, args.out, args.resume
 
@@ -132,8 +129,8 @@ def typed(name, text):
     except ValueError:
         what = "whole number" if number is int else "number"
         raise ValueError(f"{flag(name)} needs a {what}, not {text!r}") from None
-    if not math.isfinite(value) or (low is not None and value < low):
-        raise ValueError(f"{flag(name)} {text} must be {'finite' if low is None else f'≥ {low}'}")
+    if not abs(value) < 1e308 or (low is not None and value < low):
+        raise ValueError(f"{flag(name)} {text} must be finite, and ≥ {low}")
     if high is not None and value > high:
         raise ValueError(f"{flag(name)} {text} must be ≤ {high}")
     return value
@@ -239,7 +236,7 @@ def saved(folder):
             kind = TABLE.get(name, (str,))[0]
             if name in (f.name for f in fields(Config)):
                 continue  # Config checks its own
-            if type(value) is not (str if isinstance(kind, tuple) else kind):
+            if type(value) is not (str if isinstance(kind, tuple) else kind) or value == "auto":
                 raise ValueError(f"{flag(name)} {value!r}")
             if name in TABLE:
                 typed(name, str(value))
@@ -248,3 +245,12 @@ def saved(folder):
         raise ValueError(f"{folder} has no config.json: nothing to resume") from None
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} is damaged, or not of a run ({e})") from None
+
+
+def idle_settings(s, config):
+    """The flags whose setting, not the default, has no effect with this variant and init."""
+    idle = {"lns": config.variant is not VARIANTS["lns"], "gpas": not config.gpas,
+            "mix": config.variant is not VARIANTS["mix"], "gate_clip": not config.gpas,
+            "scale_init": config.init != "scale_init"}  # fmt: skip
+    starts = tuple(what for what, no in idle.items() if no)
+    return [flag(k) for k in TABLE if k.startswith(starts) and s[k] != DEFAULTS[k]]

@@ -3,11 +3,13 @@
 import csv
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +171,7 @@ def fit(place):
     """
     import sample
     import train
+    from data import runs
 
     def short_sample(folder, **options):
         return sample.sample_run(folder, **options | {"tokens": 5})
@@ -183,7 +186,7 @@ def fit(place):
             argv = [*SMALL, "--data", place / "text.txt", *flags, "--out", folder]
         with pytest.MonkeyPatch.context() as patch:
             if not whole:
-                patch.setattr(train, "plot", lambda folder: None, raising=False)
+                patch.setattr(runs, "plot", lambda folder: None)
                 patch.setattr(train, "sample_run", short_sample, raising=False)
             return Run(folder, train.main([str(a) for a in argv]))
 
@@ -282,3 +285,19 @@ def is_picture(path):
 
 def listing(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A multiprocessing context whose processes are forks of one that has imported train."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["train", "pytest", "torch._dynamo", "torch._inductor.compile_fx"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])
+        )
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        context.Process(target=os.getpid).start()
+    return context

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import sample
 import train
+from data import runs
 from data.settings import SIZES, TABLE, flag
 from nanonorm import GATE_ACTS, INITS, NORM_KINDS, PLACEMENTS, VARIANTS, Transformer
 
@@ -78,7 +79,7 @@ def quick(place):
         return sample.sample_run(folder, **options | {"tokens": 2})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "plot", lambda folder: None)
+        patch.setattr(runs, "plot", lambda folder: None)
         patch.setattr(train, "sample_run", short)
         patch.setattr(train, "memory_of", lambda device: 2**24)
         patch.setattr(torch, "compile", lambda f, **options: f)

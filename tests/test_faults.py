@@ -18,7 +18,7 @@ import torch
 from conftest import SMALL, fresh, tiny
 
 import train
-from data import settings
+from data import engine, settings
 from nanonorm import Transformer
 
 HERE = Path(__file__).parent
@@ -118,9 +118,8 @@ def test_a_scaler_only_for_float16_on_cuda(device, dtype, scaled, monkeypatch):
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     monkeypatch.setattr(train, "optimizer_for", lambda model, s: None)
     s, config = settings.resolve("tiny", {"device": "cpu"})
-    meta = {"train_tokens": 1}
     with pytest.raises(Seen):
-        train.train(s | {"device": device, "dtype": dtype}, fresh(config), None, ([], [], meta))
+        train.ready(s | {"device": device, "dtype": dtype}, fresh(config), engine.World(), None)
     assert made == [scaled]
 
 

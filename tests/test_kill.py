@@ -7,7 +7,6 @@ inside the writing of a file: in the middle of the bytes, before or after the fl
 before or after a rename or a link.
 """
 
-import multiprocessing
 import os
 import random
 import signal
@@ -87,24 +86,10 @@ def child(argv, place, seed):
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w", encoding="utf-8")
     prepare.BINS, train.HERE = Path(place) / "bins", Path(place)
-    train.plot = lambda folder: None
+    runs.plot = lambda folder: None
     if seed is not None:
         bomb(random.Random(seed))
     os._exit(train.main(argv))
-
-
-@pytest.fixture(scope="module")
-def server():
-    """A multiprocessing context whose processes are forks of one that has imported train."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["train", "pytest", "torch._dynamo", "torch._inductor.compile_fx"]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(train.__file__).parent), *sys.path]))
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        context.Process(target=os.getpid).start()
-    return context
 
 
 def rows(folder):

@@ -29,7 +29,7 @@ from conftest import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import train
-from data import settings
+from data import runs, settings
 from data.prepare import load, prepare
 from nanonorm import Config, Transformer
 from sample import load_run
@@ -98,6 +98,7 @@ FLAGS = {  # every setting with a value that is not its default; a new flag need
     "dtype": "bfloat16",
     "compile": "on",
     "checkpoint_activations": True,
+    "shard": True,
 }
 
 
@@ -254,7 +255,9 @@ def same_weights(one, two):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("name", [n for n in EFFECTIVE if n not in (*SILENT, "device", "compile")])
+@pytest.mark.parametrize(
+    "name", [n for n in EFFECTIVE if n not in (*SILENT, "device", "compile", "shard")]
+)
 def test_no_training_setting_is_dead(name, fit, plain, place):
     """Changed alone, it changes the weights that a run ends with."""
     other = place / "other.txt"
@@ -860,7 +863,7 @@ def test_the_default_folder_is_beside_the_script_and_gets_a_number_when_taken(
     place, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(train, "HERE", tmp_path)
-    monkeypatch.setattr(train, "plot", lambda folder: None, raising=False)
+    monkeypatch.setattr(runs, "plot", lambda folder: None)
     argv = [*SMALL, "--steps=1", "--data", str(place / "text.txt")]
     for count in (1, 2, 3):
         assert train.main(argv) == 0
@@ -872,7 +875,7 @@ def test_the_default_folder_is_beside_the_script_and_gets_a_number_when_taken(
 def test_the_name_of_a_run_tells_settings_apart():
     base = ["--device=cpu", "--compile=off", "--heads=2"]
     names = {settings.run_name(resolved(*base)[0])}
-    telling = [n for n in FLAGS if n not in SILENT]
+    telling = [n for n in FLAGS if n not in (*SILENT, "shard")]
     for name in set(telling) - {"ffn", "warmup", "min_lr", "device", "dtype", "compile"}:
         value = FLAGS[name]
         given = flag(name) if value is True else f"{flag(name)}={value}"
@@ -891,7 +894,7 @@ def test_a_folder_that_holds_a_run_is_not_taken_again(stopped, place, capsys):
 
 
 def test_an_empty_folder_may_be_given(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "plot", lambda folder: None, raising=False)
+    monkeypatch.setattr(runs, "plot", lambda folder: None)
     argv = [*SMALL, "--data", str(place / "text.txt"), "--out", str(tmp_path)]
     assert train.main(argv) == 0
 
@@ -1057,7 +1060,7 @@ def test_settings_do_not_leak_from_one_command_to_the_next():
 
 def test_paths_may_hold_spaces_and_letters_beyond_ascii(place, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "HERE", tmp_path)
-    monkeypatch.setattr(train, "plot", lambda folder: None, raising=False)
+    monkeypatch.setattr(runs, "plot", lambda folder: None)
     text = tmp_path / "mein Text über=Öl.txt"
     text.write_bytes(TEXT.encode())
     assert train.main([*SMALL, "--steps=1", "--data", str(text)]) == 0
@@ -1079,5 +1082,5 @@ def test_settings_without_effect_are_named(fit, capsys):
 
 def test_a_folder_name_that_reads_as_mathematics_is_drawn_as_it_is(fit, tmp_path):
     folder = fit("--steps=1").folder.rename(tmp_path / "x$\\frac$")
-    train.plot(folder)
+    runs.plot(folder)
     assert (folder / "layers.png").stat().st_size > 1000

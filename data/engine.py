@@ -1,0 +1,183 @@
+"""What carries a run: one process or several of torchrun's, replicated (DDP) or sharded (FSDP2).
+
+The engines are PyTorch's own. The samples of an update are shared out among the processes, so that
+their number changes neither what is learned nor any setting.
+"""
+
+import math
+import os
+import signal
+import sys
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+class World:
+    """The processes of a run: those that torchrun started, else this one alone."""
+
+    def __init__(self):
+        self.launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+        env = os.environ if self.launched else {}
+        self.rank, self.size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        self.local = int(env.get("LOCAL_RANK", 0))
+        self.chief = self.rank == 0  # the one that writes
+        self.run = self.device = self.held = None  # held: the lock of the run's folder
+        if not self.chief:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+    def open(self, s):
+        """Join the others. ValueError if these settings cannot be shared."""
+        device = s["device"]
+        if s["shard"] and not self.launched:
+            raise ValueError("--shard needs torchrun: torchrun --nproc-per-node N train.py --shard")
+        self.shares(s["batch"], s["accum"])
+        self.device = torch.device(device, self.local) if device == "cuda" else torch.device(device)
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.launched:
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+    def close(self):
+        if self.held:
+            self.held.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def wait(self):
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def shares(self, batch, accum):
+        """[slice of an update's samples for each forward of this process].
+
+        Whole forwards are shared out if their number divides, else each is cut into pieces.
+        ValueError if neither divides.
+        """
+        if accum % self.size == 0:
+            n, first, step, count = batch, self.rank * accum // self.size, 1, accum // self.size
+        elif batch % self.size == 0:
+            n, first, step, count = batch // self.size, self.rank, self.size, accum
+        else:
+            raise ValueError(f"--batch {batch} × --accum {accum} cannot be shared by {self.size} "
+                             f"processes: make one a multiple of {self.size}")  # fmt: skip
+        return [slice(n * (first + step * i), n * (first + step * i + 1)) for i in range(count)]
+
+    def wrap(self, model, shard):
+        """Make `self.run`, to be called in the model's place, and put the model to work."""
+        self.sharded, self.run = shard, model
+        if shard:
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        elif self.size > 1:
+            ids = [self.local] if self.device.type == "cuda" else None
+            self.run = DistributedDataParallel(model, device_ids=ids)
+
+    def forward_of(self, last):
+        """A context for each forward of an update: only the last one exchanges gradients."""
+        if self.sharded:
+            self.run.set_requires_gradient_sync(last)
+        elif self.size > 1 and not last:
+            return self.run.no_sync()
+        return nullcontext()
+
+    def any(self, asked):
+        """Is it so in any of the processes?"""
+        if self.size == 1:
+            return asked
+        x = torch.tensor(float(asked), device=self.device)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return bool(x.item())
+
+    def mean(self, x):
+        """The mean of a tensor over the processes."""
+        if self.size > 1:
+            dist.all_reduce(x)
+            x = x / self.size
+        return x
+
+
+@contextmanager
+def ended_as_by_ctrl_c():
+    """SIGTERM raises KeyboardInterrupt too, so that what is half made is cleared away."""
+    old = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    for sig in old:
+        signal.signal(sig, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for sig, handler in old.items():
+            signal.signal(sig, handler)
+
+
+class Interrupts:
+    """The first SIGINT, SIGTERM or SIGHUP ends the loop after its step; a second ends all."""
+
+    def __enter__(self):
+        self.asked = False
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)  # the terminal is closed, and nohup was not asked for
+        self.old = {sig: signal.signal(sig, self.ask) for sig in signals}
+        return self
+
+    def ask(self, *_):
+        if self.asked:
+            os._exit(130)  # files are replaced as a whole: none can be left half written
+        self.asked = True
+        with suppress(OSError):  # the reader may have gone with the same key
+            print("\nstopping after this step (once more: at once)", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        for sig, handler in self.old.items():
+            signal.signal(sig, handler)
+
+
+def to(device, x):
+    """A batch on the device; a GPU goes on working while it is copied."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def whole(x):
+    """Nested dicts and lists with every sharded tensor put together; all processes must call."""
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    if isinstance(x, dict):
+        return {k: whole(v) for k, v in x.items()}
+    return [whole(v) for v in x] if isinstance(x, list) else x
+
+
+def shard_moments(state, optimizer):
+    """The state dict of an optimizer (whole tensors), sharded as the optimizer's parameters are."""
+    params = sum((group["params"] for group in optimizer.param_groups), [])
+    of = dict(state["state"])
+    for i, p in enumerate(params):
+        if isinstance(p, DTensor) and i in of:
+            of[i] = {k: distribute_tensor(v, p.device_mesh, p.placements) if v.ndim else v
+                     for k, v in of[i].items()}  # fmt: skip
+    return state | {"state": of}
+
+
+def memory_estimate(c, s):
+    """Bytes a training step needs at its peak, roughly: weights, moments, activations, logits."""
+    n, wide = s["batch"] * s["block"], 4 if s["dtype"] == "float32" else 2
+    weights = c.layers * (4 * c.dim**2 + 3 * c.dim * c.ffn) + 2 * c.vocab * c.dim
+    block = n * (4 * 4 * c.dim + wide * (7 * c.dim + 4 * c.ffn))
+    kept = n * 4 * c.dim * c.layers + block if s["checkpoint_activations"] else block * c.layers
+    return 16 * weights + kept + 3 * 4 * n * c.vocab + 16 * s["batch"] * s["accum"]
+
+
+def memory_of(device):
+    """Bytes of memory that the device has; infinite where that cannot be asked."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
