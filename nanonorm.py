@@ -36,6 +36,28 @@ class Linear(nn.Linear):
         pass  # PyTorch's own draw would only cost time (and random numbers) before ours
 
 
+class _RMSNorm(torch.autograd.Function):
+    """y = gain · n, n = x · scale, scale = 1/rms(x); with h = gain · dL/dy, dL/dx is
+    scale · (h − n · mean(h · n)). Keeps x and one number a row. PyTorch's own is slow on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, gain, scale)
+        return (x * scale).mul_(gain)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain, scale = ctx.saved_tensors
+        n = x * scale
+        gn = grad * n
+        mean = (gn @ gain / x.shape[-1])[..., None]
+        dx = (grad * gain).addcmul_(n, mean, value=-1).mul_(scale)
+        return dx, gn.flatten(0, -2).sum(0), None
+
+
 class RMSNorm(nn.Module):
     """gain · x / rms(x) over the last dimension, computed in fp32 (arXiv 1910.07467)."""
 
@@ -45,7 +67,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(at_least_fp32(x), self.gain.shape, self.gain, self.eps).to(x.dtype)
+        return _RMSNorm.apply(at_least_fp32(x), self.gain, self.eps).to(x.dtype)
 
 
 class LayerNorm(RMSNorm):
@@ -66,11 +88,31 @@ def rope_table(T, head_dim, theta):
     return angle.cos()[:, None], angle.sin()[:, None]
 
 
+class _Rotate(torch.autograd.Function):
+    """(a, b) → (a cos − b sin, b cos + a sin); its gradient is the rotation back: no x is kept."""
+
+    @staticmethod
+    def turn(x, cos, sin):
+        a, b = x.chunk(2, dim=-1)
+        y = x.unflatten(-1, (2, -1)) * cos[..., None, :]
+        y[..., 0, :].addcmul_(b, sin, value=-1)
+        y[..., 1, :].addcmul_(a, sin)
+        return y.flatten(-2)
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _Rotate.turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _Rotate.turn(grad, cos, -sin), None, None
+
+
 def rotate(x, rope):
     """Rotate x (B, T, nh, hs) by its positions; half-split layout: i is paired with i + hs/2."""
-    cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return _Rotate.apply(x, *rope).to(x.dtype)
 
 
 # ---- GPAS: shrink the activations, not the gradients --------------------------------------------
@@ -192,13 +234,13 @@ class _HeadLoss(torch.autograd.Function):
         for at in range(0, len(x), rows):
             h, target = x[at : at + rows].to(dtype), targets[at : at + rows, None]
             logits = at_least_fp32(h @ w.T)
-            index, ignored = target.clamp(min=0), target == -100
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            total += (log_sum - logits.gather(1, index)).masked_fill_(ignored, 0).sum()
+            index, counts = target.clamp(min=0), (target != -100).to(logits.dtype)
+            of_target, top = logits.gather(1, index), logits.amax(-1, keepdim=True)
+            d = logits.sub_(top).exp_()  # in the place of the logits: each is needed once
+            mass = d.sum(-1, keepdim=True)
+            total += ((top + mass.log() - of_target) * counts).sum()
             if with_grad:
-                d = logits.sub_(log_sum).exp_()  # softmax − one-hot, in the place of the logits
-                d.scatter_add_(1, index, d.new_full((), -1.0).expand_as(index))
-                d = d.masked_fill_(ignored, 0).to(dtype)
+                d = d.mul_(counts / mass).scatter_add_(1, index, -counts).to(dtype)  # p − one-hot
                 dx[at : at + rows] = d @ w
                 dw += d.T @ h
         ctx.save_for_backward(dx, dw)

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from nanonorm import LOGITS
+
 
 class World:
     """The processes of a run: those that torchrun started, else this one alone."""
@@ -165,12 +167,20 @@ def shard_moments(state, optimizer):
 
 
 def memory_estimate(c, s):
-    """Bytes a training step needs at its peak, roughly: weights, moments, activations, logits."""
+    """Bytes that training takes at its peak, besides torch itself.
+
+    Weights and Adam's moments, 12 a parameter; what the forward keeps, which the gradients replace
+    as the backward frees it, whichever is more; the piece of logits, and the head's gradient twice.
+    A block keeps a token's 11 C + 4 F numbers: the stream and its norm twice, q, k, v, q and k
+    rotated, attention's output twice, and in the FFN gate, up, silu(gate) and their product.
+    """
     n, wide = s["batch"] * s["block"], 4 if s["dtype"] == "float32" else 2
     weights = c.layers * (4 * c.dim**2 + 3 * c.dim * c.ffn) + 2 * c.vocab * c.dim
     block = n * (4 * 4 * c.dim + wide * (7 * c.dim + 4 * c.ffn))
     kept = n * 4 * c.dim * c.layers + block if s["checkpoint_activations"] else block * c.layers
-    return 16 * weights + kept + 3 * 4 * n * c.vocab + 16 * s["batch"] * s["accum"]
+    head = 2 * 4 * min(n * c.vocab, LOGITS) + 2 * 4 * c.vocab * c.dim
+    modules = 2**15 * c.layers + 16 * s["batch"] * s["accum"]  # on the host: blocks, windows
+    return 12 * weights + max(4 * weights, kept) + head + modules
 
 
 def memory_of(device):

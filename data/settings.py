@@ -84,7 +84,10 @@ SIZES = {
                  lr=1e-3),
 }  # fmt: skip
 
-COMPILE_PAYS = 1e11  # layers × dim² × tokens of a run on a CPU from which compiling is repaid
+# Compiling on two cores of a CPU (measured: data/results/bench.json): it takes COMPILE_S seconds a
+# kind of block and saves a share of the time of an update, which without it is, a block, BLOCK_S of
+# overhead and PRODUCT_S for each (token × width²).
+COMPILE_S, COMPILE_SAVES, BLOCK_S, PRODUCT_S = 12, 0.2, 3e-3, 1.3e-9
 
 # Settings that may change on resume, because the weights do not depend on them.
 FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations", "shard")
@@ -108,6 +111,9 @@ def parse(argv):
     g.add_argument("--out", metavar="DIR", help="the run's folder (runs/, named by the settings)")
     g.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
     args = p.parse_args(argv)
+    for name in ("out", "resume"):
+        if getattr(args, name) == "":  # a variable that was not set
+            raise ValueError(f"--{name} needs the name of a folder")
     given = {name: typed(name, v) for name in TABLE if (v := getattr(args, name)) is not None}
     return args.size, given, args.out, args.resume
 
@@ -195,15 +201,15 @@ def pick_dtype(want, device, dim):
 
 
 def pick_compile(want, s):
-    """(on or off, why). On a CPU compiling costs about half a minute: short runs do without."""
+    """(on or off, why). It is worth its time if it saves more than it costs."""
     if want == "off":
         return want, "asked for"
-    # the blocks' multiplications by weights in the whole run, in units that cancel
-    work = s["steps"] * s["batch"] * s["accum"] * s["block"] * s["layers"] * s["dim"] ** 2
+    tokens = s["batch"] * s["block"]
+    eager = s["steps"] * s["accum"] * s["layers"] * (BLOCK_S + PRODUCT_S * tokens * s["dim"] ** 2)
     if want == "auto" and s["device"] == "mps":
         return "off", "not reliable on mps"
-    if want == "auto" and s["device"] == "cpu" and work < COMPILE_PAYS:
-        return "off", "the run is too short to repay it"
+    if want == "auto" and s["device"] == "cpu" and COMPILE_SAVES * eager < COMPILE_S:
+        return "off", f"the run is too short, about {eager:.0f} s on two cores, to repay it"
     try:  # without a working compiler the fault comes at the first call, and is long
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=s["device"]))
     except Exception:

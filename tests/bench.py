@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
+import torch._inductor.config  # noqa: E402
 import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
@@ -77,17 +78,20 @@ def seconds(step, n):
     return (time.perf_counter() - started) / n
 
 
-def in_turns(steps, rounds=ROUNDS, least=0.5):
-    """[[seconds a step] for each of `steps`], one a round, the steppers taking turns."""
+def in_turns(steps, rounds=ROUNDS, least=1.0):
+    """[[seconds a step, one number a round] for each of `steps`], which take turns step by step."""
     for step in steps:
         step()
         step()
     n = max(1, round(least / seconds(steps[0], 2)))
     found = [[] for _ in steps]
-    for i in range(rounds):
-        order = range(len(steps)) if i % 2 else reversed(range(len(steps)))
-        for k in order:
-            found[k].append(seconds(steps[k], n))
+    for _ in range(rounds):
+        spent = [0.0 for _ in steps]
+        for _ in range(n):
+            for k, step in enumerate(steps):
+                spent[k] += seconds(step, 1)
+        for k, total in enumerate(spent):
+            found[k].append(total / n)
     return found
 
 
@@ -281,15 +285,15 @@ DEPTHS = (12, 32, 128, 512)
 
 def depth(table, norms=("pre", "gpas", "span")):
     s, _ = resolve("tiny", NARROW)
+    torch._inductor.config.force_disable_caches = True  # each first step compiles anew
+    _, step = ours(s, True, layers=2)
+    step()  # the compiler's own start
     for norm in norms:
         first, steady = {}, {}
         for layers in DEPTHS:
             s["layers"] = layers
-            torch._dynamo.reset()
-            started = time.perf_counter()
             _, step = ours(s, True, norm=norm)
-            step()
-            first[layers] = time.perf_counter() - started
+            first[layers] = seconds(step, 1)
             step()
             n = 1 if layers > 128 else 4
             steady[layers] = statistics.median(seconds(step, n) for _ in range(ROUNDS))
@@ -310,23 +314,25 @@ def depth(table, norms=("pre", "gpas", "span")):
 
 
 def peak(s, plain=False):
-    """Bytes that two updates add to the memory of a process with torch loaded, at their peak."""
+    """Bytes that a later update adds to the memory of a process with torch loaded, at its peak."""
     code = f"""
 import json, resource, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import bench, torch
 import torch.nn.functional as F
 s = json.loads(sys.argv[1])
-tiny, _ = bench.resolve("tiny", {{"layers": 1}})
+tiny, _ = bench.resolve("tiny", {{"layers": 1, "dim": 8, "heads": 1, "vocab": 257, "block": 8}})
 bench.ours(tiny)[1]()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model, step = bench.ours(s)
+model, _ = bench.ours(s)
 if {plain}:
     def full(ids, targets):
         logits = model.head(model.norm(model.final_stream(ids))).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     model.forward = full
-step(); step()
+opt = bench.optimizer_for(model, s)
+bench.stepper(model, opt, s | {{"batch": 1, "block": 8}})()  # the moments are there from here on
+bench.stepper(model, opt, s)()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
     out = subprocess.run([sys.executable, "-c", code, json.dumps(s)], capture_output=True,
@@ -336,19 +342,24 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 def memory(table):
     s, _ = resolve("tiny", NARROW | {"layers": 512})
-    kept, again = peak(s), peak(s | {"checkpoint_activations": True})
-    tell(
-        table,
-        "activations recomputed, 512 layers: peak (goal 0.35)",
-        {"ratio": round(again / kept, 3), "MiB": again / 2**20, "plain_MiB": kept / 2**20},
-    )
+    for batch in (32, 8):  # with few tokens weights and moments are most of it
+        s["batch"] = batch
+        kept, again = peak(s), peak(s | {"checkpoint_activations": True})
+        row = {"ratio": round(again / kept, 3), "MiB": again / 2**20, "plain_MiB": kept / 2**20}
+        name = f"activations recomputed, 512 layers, {64 * batch} tokens: peak (goal 0.35)"
+        tell(table, name, row)
     big, _ = resolve("71m", {"batch": 64, "accum": 1})
     for recompute in (True, False):
         big["checkpoint_activations"] = recompute
         chunked, full = peak(big), peak(big, plain=True)
         row = {"ratio": round(chunked / full, 3), "MiB": chunked / 2**20, "plain_MiB": full / 2**20}
         tell(table, f"loss in pieces, 71m, 16k tokens, recompute {recompute}: peak (goal 0.5)", row)
-    for size, given in (("tiny", {}), ("71m", {}), ("130m", {"batch": 16}), ("deep", {})):
+    for size, given in (
+        ("tiny", {"layers": 8}),
+        ("71m", {"batch": 16}),
+        ("130m", {"batch": 8}),
+        ("deep", {}),
+    ):
         s, config = resolve(size, given | {"device": "cpu"})
         guess, found = memory_estimate(config, s), peak(s)
         tell(table, f"memory estimate over peak, {size} {given or ''} (goal 0.85–1.15)",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, At, Run, assert_refused, listing
+from conftest import SMALL, At, Run, assert_refused, listing, press_ctrl_c
 
 import train
 from data import runs
@@ -174,6 +174,21 @@ def moments_of_another(state):
     return state | {"optimizer": optimizer | {"state": {0: {"step": torch.tensor(1.0)}}}}
 
 
+def of_optimizer(**new):
+    """Change these moments of the first parameter."""
+
+    def change(state):
+        of = state["optimizer"]["state"]
+        first = of[0] | {k: v(of[0][k]) if callable(v) else v for k, v in new.items()}
+        return state | {"optimizer": state["optimizer"] | {"state": of | {0: first}}}
+
+    return change
+
+
+def of_state(**new):
+    return lambda s: s | {"state": s["state"] | new}
+
+
 WRONG = {  # what is done to the checkpoint's dict: the words of the line
     "an older version": (changed(format=1), "format"),
     "a newer version": (changed(format=99), "format"),
@@ -185,6 +200,24 @@ WRONG = {  # what is done to the checkpoint's dict: the words of the line
     "another's moments": (moments_of_another, "fit"),
     "no state": (changed(state=None), "fit"),
     "a step beyond the end": (lambda s: s | {"state": s["state"] | {"step": 10**6}}, "fit"),
+    "moments of other shapes": (of_optimizer(exp_avg=torch.zeros(1)), "fit"),
+    "moments that are whole numbers": (of_optimizer(exp_avg=lambda v: v.int()), "fit"),
+    "a step count that is no number": (of_optimizer(step=torch.zeros(3)), "fit"),
+    "whole numbers for weights": (
+        lambda s: s | {"model": {k: v.int() for k, v in s["model"].items()}},
+        "fit",
+    ),
+    "a best that is none": (of_state(best=5), "fit"),
+    "a best without numbers": (of_state(best={"step": "x"}), "fit"),
+    "a first loss that is a text": (of_state(first="a"), "fit"),
+    "no running mean": (of_state(mean="x"), "fit"),
+    "endless seconds": (of_state(seconds=float("nan")), "fit"),
+    "no count of spikes": (of_state(spikes=None), "fit"),
+    "a version that is a tensor": (changed(format=torch.tensor([2, 2])), "format"),
+    "a setting that is a tensor": (
+        lambda s: s | {"settings": s["settings"] | {"lr": torch.tensor([1.0, 2.0])}},
+        "--lr",
+    ),
     "another text": (changed(data="0" * 64), "text"),
     "other settings": (lambda s: s | {"settings": s["settings"] | {"lr": 0.5}}, "--lr"),
 }
@@ -247,7 +280,8 @@ def test_a_file_cut_short_is_refused_and_the_one_before_offered(share, copy, cap
 
 EDITED = {"lr": -1.0, "steps": 0, "batch": "4", "clip": None, "dtype": "float8", "seed": 1.5,
           "layers": 2.5, "norm": "nothing", "checkpoint_activations": 1, "warmup": 10**9,
-          "size": "huge", "beta2": float("nan"), "lr ": 3}  # fmt: skip
+          "size": "huge", "beta2": float("nan"), "lr ": 3, "accum": 10**400, "eval_every": 10**400,
+          "norm_eps": 10**400, "device": "auto", "compile": "auto"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDITED)
@@ -262,6 +296,125 @@ def test_an_edited_config_is_refused(name, copy, capsys):
         train.main(["--resume", str(copy.folder)]), capsys, name.strip().replace("_", ".")
     )
     assert listing(copy.folder) == before
+
+
+TABLES = {  # what log.csv holds instead
+    "another program's": "epoch,acc\n1,0.5\n",
+    "no header": "1,32,0.1,5.5,,,0.001,0.5,300\n",
+    "other columns": "step,foo\n1,2\n",
+    "a blank line": "{log}\n\n",
+    "a byte-order mark": "\ufeff{log}",
+    "rows out of order": "{header}\n2{rest}\n1{rest}\n",
+    "rows with fewer cells": "{header}\n1,2,3\n2{rest}\n",
+    "an endless number": "{header}\n" + "9" * 5000 + "{rest}\n1{rest}\n",
+    "a picture": "\x89PNG\r\n\x1a\n\0\0",
+}
+
+
+@pytest.mark.parametrize("file", ["log.csv", "layers.csv"])
+@pytest.mark.parametrize("case", TABLES)
+def test_a_table_that_is_not_the_runs_is_left_as_it_is(case, file, copy, capsys):
+    path = copy.folder / file
+    log = path.read_text(encoding="utf-8")
+    header = log.splitlines()[0]
+    parts = {"log": log, "header": header, "rest": "," * header.count(",")}
+    path.write_text(TABLES[case].format(**parts), encoding="utf-8")
+    shutil.copy(copy.folder / "ckpt.pt", copy.folder / "ckpt.prev.pt")
+    before = listing(copy.folder)
+    for name in ("", "ckpt.prev.pt"):
+        assert_refused(train.main(["--resume", str(copy.folder / name)]), capsys, file)
+        assert listing(copy.folder) == before
+
+
+def test_hard_links_of_a_killed_resume_are_not_written_through(copy):
+    """ckpt.pt, the one before and a leftover of a kill are one file under three names."""
+    ckpt, older = copy.folder / "ckpt.pt", copy.folder / "ckpt.prev.pt"
+    for name in (older, copy.folder / "ckpt.pt.tmp", copy.folder / "ckpt.prev.pt.tmp"):
+        os.link(ckpt, name)
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ckpt.stat().st_size // 2, hard))  # a full disk
+    try:
+        assert train.main(["--resume", str(older)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert runs.load_checkpoint(ckpt)["state"]["step"] == 2
+    assert runs.load_checkpoint(older)["state"]["step"] == 2
+    assert train.main(["--resume", str(copy.folder)]) == 0
+    assert runs.load_checkpoint(ckpt)["state"]["step"] == 6
+
+
+def test_a_checkpoint_under_another_name_is_read_and_kept(copy):
+    for name, link in (("keep.pt", os.link), ("latest.pt", lambda a, b: os.symlink(a.name, b))):
+        at = copy.folder / name
+        data = (copy.folder / "ckpt.pt").read_bytes()
+        link(copy.folder / "ckpt.pt", at)
+        assert train.main(["--resume", str(at)]) == 0
+        assert not (copy.folder / "ckpt.pt").is_symlink()
+        if name == "keep.pt":
+            assert at.read_bytes() == data
+            shutil.copy(at, copy.folder / "ckpt.pt")
+
+
+def test_a_named_checkpoint_is_used_though_ckpt_is_gone(copy, capsys):
+    (copy.folder / "ckpt.pt").rename(copy.folder / "mine.pt")
+    (copy.folder / "status.json").write_text('{"status": "running"}', encoding="utf-8")
+    (copy.folder / "log.csv").unlink()
+    assert train.main(["--resume", str(copy.folder / "mine.pt")]) == 0
+    assert int(copy.rows()[0]["step"]) == 6  # it went on from step 2: only the last is logged
+
+
+def test_settings_of_an_edited_optimizer_have_no_effect(copy, fit):
+    whole = fit("--norm=gpas")
+    state = copy.ckpt
+    groups = [g | {"betas": (0.1, 0.2), "weight_decay": 9.0, "maximize": True, "lr": 3.0}
+              for g in state["optimizer"]["param_groups"]]  # fmt: skip
+    torch.save(state | {"optimizer": state["optimizer"] | {"param_groups": groups}},
+               copy.folder / "ckpt.pt")  # fmt: skip
+    assert train.main(["--resume", str(copy.folder)]) == 0
+    assert all(torch.equal(w, whole.weights[k]) for k, w in copy.weights.items())
+
+
+def test_token_files_that_were_changed_are_made_again(fit, place):
+    text = place / "spoilt.txt"
+    text.write_bytes(LINE.encode() * 200)
+    whole = fit("--data", text)
+    folder = next((place / "bins").glob("spoilt-*"))
+    for name, data in (("train.bin", bytes((folder / "train.bin").stat().st_size)),
+                       ("val.bin", b"\xff" * (folder / "val.bin").stat().st_size)):  # fmt: skip
+        (folder / name).write_bytes(data)
+        again = fit("--data", text)
+        assert again.code == 0 and again.timeless() == whole.timeless()
+
+
+def test_a_text_that_moved_is_the_same_text(fit, place, capsys):
+    text, moved = place / "here.txt", place / "there.txt"
+    text.write_bytes(LINE.encode() * 200)
+    with At(2, press_ctrl_c):
+        run = fit("--data", text)
+    capsys.readouterr()
+    text.rename(moved)
+    assert_refused(fit(resume=run).code, capsys, "here.txt")
+    assert fit("--data", moved, resume=run).code == 0
+    moved.write_bytes(LINE.encode() * 201)
+    assert_refused(fit("--data", moved, resume=run).code, capsys, "changed")
+
+
+@pytest.mark.parametrize("left", ["config.json", "log.csv", "ckpt.pt"])
+def test_a_folder_with_files_of_a_run_is_not_taken(left, copy, place, capsys):
+    for path in copy.folder.iterdir():
+        if path.name != left:
+            path.unlink()
+    before = listing(copy.folder)
+    argv = [*SMALL, "--data", str(place / "text.txt"), "--out", str(copy.folder)]
+    assert_refused(train.main(argv), capsys, "holds a run")
+    assert listing(copy.folder) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_no_text(fit, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert_refused(fit("--data", tmp_path / "pipe").code, capsys, "regular file")
 
 
 # ---- Texts ---------------------------------------------------------------------------------------

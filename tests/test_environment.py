@@ -3,9 +3,12 @@ another working folder, warnings as errors, no network. Each is a process of its
 start them."""
 
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from conftest import SMALL, TEXT, Run
 
 import train
+from data import prepare
 
 ROOT = Path(train.__file__).resolve().parent
 STRICT = ["-X", "utf8=0", "-X", "warn_default_encoding", "-W", "error::EncodingWarning",
@@ -102,6 +106,70 @@ def test_a_read_only_install_folder(checkout, tmp_path):
     assert Run(tmp_path / "out").json("status.json")["status"] == "finished"
     after = {path for path in checkout.rglob("*") if "__pycache__" not in path.parts}
     assert after == before
+
+
+# ---- Streams that are closed, signals at any time ------------------------------------------------
+
+
+@pytest.fixture
+def command(checkout, tmp_path):
+    argv = [sys.executable, checkout / "train.py", *SMALL, "--data", checkout / "text.txt"]
+    argv += ["--out", tmp_path / "run", "--steps=100000", "--log-every=1"]
+    return list(map(str, argv))
+
+
+def wait_for_a_row(run, p):
+    while not (run / "log.csv").exists() or (run / "log.csv").stat().st_size < 300:
+        assert p.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sig", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_saves_though_the_reader_has_gone(command, tmp_path, sig):
+    """Ctrl-C in `train.py 2>&1 | tee log` ends tee as well; a closed terminal ends both."""
+    p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_for_a_row(tmp_path / "run", p)
+        p.stdout.close()
+        time.sleep(0.2)
+        assert p.poll() is None  # the run goes on
+        p.send_signal(getattr(signal, sig))
+        assert p.wait(60) == 130
+    finally:
+        p.kill()
+    run = Run(tmp_path / "run")
+    status = run.json("status.json")
+    assert status["status"] == "interrupted" and status["step"] == run.ckpt["state"]["step"]
+
+
+def test_without_streams_a_run_is_finished(command, tmp_path):
+    close = f"exec {shlex.join([*command, '--steps=3'])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", close], timeout=60).returncode == 0
+    assert Run(tmp_path / "run").json("status.json")["status"] == "finished"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_sample_that_cannot_be_written_is_one_line(fit, checkout):
+    run = fit("--steps=1")
+    with open("/dev/full", "wb") as full:
+        argv = [sys.executable, checkout / "sample.py", run.folder]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 2
+    assert b"No space left" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_sigterm_while_the_text_is_prepared_leaves_nothing(place, monkeypatch, tmp_path):
+    def stopped(*args, **kw):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    text = place / "stopped.txt"
+    text.write_bytes(TEXT.encode() + b"more\n")
+    before = {path for path in place.rglob("*")}
+    monkeypatch.setattr(prepare, "encode", stopped)
+    argv = [*SMALL, "--data", str(text), "--out", str(tmp_path / "run")]
+    assert train.main(argv) == 130
+    assert {path for path in place.rglob("*")} == before and not (tmp_path / "run").exists()
 
 
 # ---- The same numbers twice ----------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_every_flag_in_the_readme_exists():
         "--resume",
         "--help",
     }
-    known |= {"--no-gpas-stop-gradient", "--prompt", "--tokens"}  # sample.py and data/prepare.py
+    known |= {"--no-gpas-stop-gradient", "--prompt", "--tokens", "--nproc-per-node"}
     assert set(re.findall(r"--[a-z][a-z0-9-]*", README)) <= known
 
 

@@ -964,6 +964,10 @@ BAD = [  # (what is given, words that the line must have)
     ("--batch 0", "--batch"),
     ("--accum 0", "--accum"),
     ("--steps 0", "--steps"),
+    ("--steps " + "9" * 400, "--steps"),
+    ("--layers " + "9" * 400, "layers"),
+    ("--out=", "--out", "folder"),
+    ("--resume=", "--resume", "folder"),
     ("--steps=-5", "--steps"),
     ("--lr fast", "--lr", "fast"),
     ("--lr nan", "--lr"),
@@ -1005,7 +1009,7 @@ BAD = [  # (what is given, words that the line must have)
 ]
 
 
-@pytest.mark.parametrize("given, words", [(g, w) for g, *w in BAD], ids=[g for g, *_ in BAD])
+@pytest.mark.parametrize("given, words", [(g, w) for g, *w in BAD], ids=[g[:40] for g, *_ in BAD])
 def test_bad_input_is_one_line_and_nothing_is_written(given, words, place, capsys):
     (place / "empty.txt").write_bytes(b"")
     (place / "latin1.txt").write_bytes("é".encode("latin-1") * 500)
