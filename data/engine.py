@@ -12,9 +12,6 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from nanonorm import LOGITS
 
@@ -74,12 +71,14 @@ class World:
         """Make `self.run`, to be called in the model's place, and put the model to work."""
         self.sharded, self.run = shard, model
         if shard:
+            from torch.distributed.fsdp import fully_shard  # takes a second to load
+
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
         elif self.size > 1:
             ids = [self.local] if self.device.type == "cuda" else None
-            self.run = DistributedDataParallel(model, device_ids=ids)
+            self.run = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
     def forward_of(self, last):
         """A context for each forward of an update: only the last one exchanges gradients."""
@@ -146,9 +145,14 @@ def to(device, x):
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def sharded(x):
+    """Is it a DTensor, whose parts lie in several processes?"""
+    return hasattr(x, "full_tensor")
+
+
 def whole(x):
     """Nested dicts and lists with every sharded tensor put together; all processes must call."""
-    if isinstance(x, DTensor):
+    if sharded(x):
         return x.full_tensor()
     if isinstance(x, dict):
         return {k: whole(v) for k, v in x.items()}
@@ -160,7 +164,9 @@ def shard_moments(state, optimizer):
     params = sum((group["params"] for group in optimizer.param_groups), [])
     of = dict(state["state"])
     for i, p in enumerate(params):
-        if isinstance(p, DTensor) and i in of:
+        if sharded(p):
+            from torch.distributed.tensor import distribute_tensor
+
             of[i] = {k: distribute_tensor(v, p.device_mesh, p.placements) if v.ndim else v
                      for k, v in of[i].items()}  # fmt: skip
     return state | {"state": of}

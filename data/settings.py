@@ -148,6 +148,9 @@ def resolve(size, given):
     s = {"size": size} | DEFAULTS | SIZES[size] | given
     if "dim" in given and "ffn" not in given:
         s["ffn"] = None  # follow the new width
+    if "dim" in given and "heads" not in given:  # as many as keep the size's head width, if any do
+        heads, rest = divmod(s["dim"] * SIZES[size]["heads"], SIZES[size]["dim"])
+        s["heads"] = heads if heads and not rest else s["heads"]
     config = Config(**{f.name: s[f.name] for f in fields(Config)})
     s |= config.to_dict()
     if s["data"] not in NAMES:

@@ -195,6 +195,15 @@ def test_ffn_follows_a_given_width_and_is_the_sizes_otherwise():
     assert resolved("--dim=104", "--heads=2")[0]["ffn"] == 280  # 277.3, up to a multiple of 8
 
 
+def test_heads_follow_a_given_width_and_keep_theirs():
+    """384 over 6 is 64 wide: so is 64 over 1. What does not divide is left to be refused."""
+    assert resolved("--size=deep", "--dim=64")[0]["heads"] == 1
+    assert resolved("--dim=128")[0]["heads"] == 4
+    assert resolved("--dim=128", "--heads=2")[0]["heads"] == 2
+    with pytest.raises(ValueError, match="heads"):
+        resolved("--dim=100")
+
+
 def test_gpas_means_pre_with_gpas():
     assert resolved("--norm=gpas")[0] == resolved("--norm=pre+gpas")[0]
 
