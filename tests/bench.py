@@ -316,14 +316,19 @@ def depth(table, norms=("pre", "span+gpas")):
 def peak(s, plain=False):
     """Bytes that a later update adds to the memory of a process with torch loaded, at its peak."""
     code = f"""
-import json, resource, sys
+import json, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import bench, torch
 import torch.nn.functional as F
 s = json.loads(sys.argv[1])
 tiny, _ = bench.resolve("tiny", {{"layers": 1, "dim": 8, "heads": 1, "vocab": 257, "block": 8}})
 bench.ours(tiny)[1]()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def status(key):
+    with open("/proc/self/status", encoding="utf-8") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith(key))
+with open("/proc/self/clear_refs", "w", encoding="utf-8") as f:
+    f.write("5")  # forget the peak of loading torch
+before = status("VmRSS")
 model, _ = bench.ours(s)
 if {plain}:
     def full(ids, targets):
@@ -333,7 +338,7 @@ if {plain}:
 opt = bench.optimizer_for(model, s)
 bench.stepper(model, opt, s | {{"batch": 1, "block": 8}})()  # the moments are there from here on
 bench.stepper(model, opt, s)()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print((status("VmHWM") - before) * 1024)
 """
     out = subprocess.run([sys.executable, "-c", code, json.dumps(s)], capture_output=True,
                          check=True, encoding="utf-8")  # fmt: skip
