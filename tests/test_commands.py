@@ -147,7 +147,7 @@ def test_any_sampling_command_is_refused_in_one_line_or_works(place, fit, thorou
     )
     ends = collections.Counter()
 
-    @settings(max_examples=2000 if thorough else 100, deadline=None, database=None,
+    @settings(max_examples=2000 if thorough else 50, deadline=None, database=None,
               derandomize=not thorough)  # fmt: skip
     @given(st.lists(words, max_size=4))
     def check(arguments):

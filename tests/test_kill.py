@@ -105,7 +105,7 @@ def test_killed_at_random_moments_and_resumed_a_run_ends_bit_equal(
     compiled = "--compile=on" in flags
     if compiled and mode != "compiled" and not thorough:
         pytest.skip("with --thorough only: starts of compiled runs take seconds")
-    want = 20 if thorough or not compiled else 4
+    want = 20 if thorough or not compiled else 2
     unbroken = fit(*flags)
     folder, rng, kills, inside = place / f"killed {mode}", random.Random(mode), 0, 0
     start = [*SMALL, "--data", place / "text.txt", *flags, "--out", folder]

@@ -67,7 +67,6 @@ def numbers(run, *columns):
 SHARED = {
     "replicated, batches cut": ["--batch=4", "--accum=1"],
     "replicated, forwards shared": ["--batch=2", "--accum=2"],
-    "replicated, cut and accumulated": ["--batch=2", "--accum=3"],
     "sharded": ["--batch=4", "--shard"],
     "sharded, accumulated": ["--batch=1", "--accum=4", "--shard"],
     "sharded, activations recomputed": ["--batch=4", "--shard", "--checkpoint-activations"],
