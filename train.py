@@ -34,7 +34,7 @@ from data.engine import (
     ended_as_by_ctrl_c,
     memory_estimate,
     memory_of,
-    shard_moments,
+    placed_moments,
     to,
     whole,
 )
@@ -44,7 +44,6 @@ from data.runs import (
     LOG,
     Record,
     Silence,
-    check_moments,
     check_state,
     checkpoint,
     lock,
@@ -126,10 +125,8 @@ def ready(s, model, world, ckpt):
              "spikes": 0, "best": None}  # fmt: skip
     if ckpt:
         try:
-            moments = {"state": ckpt["optimizer"]["state"]}  # the settings are those of config.json
-            check_moments(moments["state"], opt)
-            groups = opt.state_dict()["param_groups"]
-            opt.load_state_dict(shard_moments(moments | {"param_groups": groups}, opt))
+            moments = placed_moments(ckpt["optimizer"]["state"], opt)
+            opt.load_state_dict(opt.state_dict() | {"state": moments})  # settings: config.json's
             scaler.load_state_dict(ckpt["scaler"])
             check_state(ckpt["state"], state)
             state |= ckpt["state"]
@@ -163,11 +160,11 @@ def train(s, model, opt, scaler, state, data, world, record):
         nonlocal moment
         for at, lr, *numbers in unread:
             loss, norm = (v.item() for v in numbers)
-            moment = {"loss": loss, "lr": lr, "grad_norm": norm}
+            moment = {"at_step": at, "loss": loss, "lr": lr, "grad_norm": norm}
             if scaler.is_enabled() and math.isfinite(loss):
                 continue  # an overflow of scaled fp16 gradients is the scaler's to handle
             if why := diverges(state, loss, norm, patience=max(50, s["steps"] // 10)):
-                if "finite" in why:
+                if not math.isfinite(loss + norm):
                     state["step"] = at - 1  # later updates did nothing
                 unread.clear()
                 return why
@@ -272,11 +269,12 @@ def train(s, model, opt, scaler, state, data, world, record):
             if stopping:
                 break
         if diverged:
-            status("diverged", reason=diverged, at_step=step, **{
+            status("diverged", reason=diverged, **{
                 k: v if math.isfinite(v) else str(v) for k, v in moment.items()})  # fmt: skip
             record.draw()
             numbers = "loss {loss:.4g}, lr {lr:.3g}, gradient norm {grad_norm:.3g}".format(**moment)
-            say(f"\ndiverged at step {step}: {diverged} ({numbers}); recorded in {record.folder}")
+            say(f"\ndiverged at step {moment['at_step']}: {diverged} ({numbers}); recorded in "
+                f"{record.folder}")  # fmt: skip
             return 3
         if state["step"] < s["steps"]:
             status("interrupted")
@@ -289,21 +287,21 @@ def train(s, model, opt, scaler, state, data, world, record):
             status("finished", seconds=round(state["seconds"], 2))
             record.draw()
             best = "{val_bpb:.4f} bits/byte (step {step})".format(**state["best"])
-            print(f"\n{text}\n\nfinished: {state['seconds']:.1f} s of training, held-out {best}; "
-                  f"{record.folder}")  # fmt: skip
+            say(f"\n{text}\n\nfinished: {state['seconds']:.1f} s of training, held-out {best}; "
+                f"{record.folder}")  # fmt: skip
     return 0
 
 
 def describe(model, s, meta, world):
     """Say what is about to run, and why so."""
     if idle := idle_settings(s, model.config):
-        print(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
+        say(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
     per_step = s["batch"] * s["accum"] * s["block"]
     passes = s["steps"] * per_step / meta["train_tokens"]
     memory = memory_estimate(model.config, s)
     name = torch.cuda.get_device_name() if s["device"] == "cuda" else platform.machine()
     several = f" × {world.size} processes{', sharded' * s['shard']}" if world.launched else ""
-    print(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads){several}
+    say(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads){several}
 dtype    float32 parameters, {s["dtype"]} matrix products: {s["dtype_why"]}
 compile  {s["compile"]}: {s["compile_why"]}
 data     {meta["name"]}: {meta["train_tokens"]:,} training tokens, {meta["val_tokens"]:,} held out
@@ -311,7 +309,7 @@ model    {s["norm"]}, {s["layers"]} blocks × {s["dim"]}, vocabulary {s["vocab"]
 params   {model.num_params():,}; {model.num_params(embeddings=False):,} without embedding and head
 update   {per_step:,} tokens ({s["batch"]} × block {s["block"]} × accum {s["accum"]})
 steps    {s["steps"]:,}, {passes:.1f} passes over the text
-memory   about {memory / 2**20:,.0f} MiB at the peak""", flush=True)  # fmt: skip
+memory   about {memory / 2**20:,.0f} MiB at the peak""")  # fmt: skip
 
 
 def new_folder(out, s):

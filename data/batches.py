@@ -34,8 +34,8 @@ def evaluate(loss_of, tokens, block, batch, world=None):
     """
     size, rank = (world.size, world.rank) if world else (1, 0)
     total, n = 0.0, len(tokens) - 1
-    for at in range(rank * block * batch, -(-n // (block * batch * size)) * block * batch * size,
-                    block * batch * size):  # fmt: skip
+    for round_at in range(0, n, size * block * batch):
+        at = round_at + rank * block * batch
         piece = torch.from_numpy(tokens[at : at + block * batch + 1].astype(np.int64))
         count = max(0, len(piece) - 1)
         ids = torch.zeros(batch * block, dtype=torch.int64)
@@ -45,7 +45,6 @@ def evaluate(loss_of, tokens, block, batch, world=None):
         if count:  # else there was nothing left, but the others may wait for this forward
             total += loss.item() * count
     if size > 1:
-        total = (
-            world.mean(torch.tensor(total, dtype=torch.float64, device=world.device)).item() * size
-        )
+        mine = torch.tensor(total, dtype=torch.float64, device=world.device)
+        total = world.mean(mine).item() * size
     return total / n

@@ -159,17 +159,26 @@ def whole(x):
     return [whole(v) for v in x] if isinstance(x, list) else x
 
 
-def shard_moments(state, optimizer):
-    """The state dict of an optimizer (whole tensors), sharded as the optimizer's parameters are."""
+def placed_moments(of, optimizer):
+    """{index: moments} of a checkpoint, sharded as the optimizer's parameters are.
+
+    ValueError unless they fit these parameters.
+    """
     params = sum((group["params"] for group in optimizer.param_groups), [])
-    of = dict(state["state"])
+    if of.keys() != set(range(len(params))):
+        raise ValueError("other parameters")
+    placed = dict(of)
     for i, p in enumerate(params):
+        want = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        right = {k: v.shape for k, v in of[i].items()} == want
+        if not right or any(v.dtype != torch.float32 for v in of[i].values()):
+            raise ValueError("other shapes")
         if sharded(p):
             from torch.distributed.tensor import distribute_tensor
 
-            of[i] = {k: distribute_tensor(v, p.device_mesh, p.placements) if v.ndim else v
-                     for k, v in of[i].items()}  # fmt: skip
-    return state | {"state": of}
+            placed[i] = {k: distribute_tensor(v, p.device_mesh, p.placements) if v.ndim else v
+                         for k, v in of[i].items()}  # fmt: skip
+    return placed
 
 
 def memory_estimate(c, s):

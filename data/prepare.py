@@ -141,15 +141,13 @@ def read_text(path):
     path, shown = Path(path), repr(str(path))
     if path.is_dir():
         raise DataError(f"{shown} is a folder: give a text file in it")
+    if path.exists() and not path.is_file():  # a pipe may never end
+        raise DataError(f"{shown} is not a regular file: give a text file")
     try:
-        if path.exists() and not path.is_file():  # a pipe may never end
-            raise DataError(f"{shown} is not a regular file: give a text file")
         data = path.read_bytes()
         data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise DataError(f"{shown} is not UTF-8 at byte {e.start}: save it as UTF-8") from None
-    except DataError:
-        raise
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         near = difflib.get_close_matches(str(path), NAMES, 1)
         hint = f"did you mean {near[0]}? names are" if near else "give a text file or one of"
@@ -396,16 +394,18 @@ def writable(places, log):
     raise DataError(f"cannot write in {folder} ({reason}): choose another folder with --out")
 
 
-def is_done(folder, vocab, sha, wanted, url):
-    """Whether `folder` holds this text, or for c4 (no sha) at least the tokens wanted."""
+def done(folder, vocab, sha, wanted, url):
+    """The meta of `folder` if it holds this text, or for c4 (no sha) at least the tokens wanted."""
     try:
         meta = read_meta(folder)
         if sha:
-            return (meta["vocab"], meta["source_sha256"]) == (vocab, sha)
-        enough = all(meta[f"{part}_tokens"] >= (n or 0) for part, n in wanted.items())
-        return enough and meta["vocab"] == vocab and url in (None, meta["url"])
+            same = (meta["vocab"], meta["source_sha256"]) == (vocab, sha)
+        else:
+            same = all(meta[f"{part}_tokens"] >= (n or 0) for part, n in wanted.items())
+            same = same and meta["vocab"] == vocab and url in (None, meta["url"])
+        return meta if same else None
     except (DataError, KeyError):
-        return False
+        return None
 
 
 def need_block(part, tokens, block):
@@ -459,8 +459,7 @@ def prepare(source, vocab, *, out=None, block=1, tokens=None, val_tokens=None, u
     tops = (BINS, Path(tempfile.gettempdir()) / f"nanonorm-{user}")
     places = [Path(out)] if out else [top / f"{name}-v{vocab}" for top in tops]
     for folder in places:
-        if is_done(folder, vocab, sha, wanted, url):
-            meta = read_meta(folder)
+        if meta := done(folder, vocab, sha, wanted, url):
             for part in ("train", "val"):
                 need_block(part, meta[f"{part}_tokens"], block)
             log(f"{name}: already prepared in {folder}")

@@ -121,19 +121,6 @@ def checkpoint(path, s, fingerprint):
     return ckpt | {"path": path}
 
 
-def check_moments(of, opt):
-    """ValueError unless {index of a parameter: its moments} fit the optimizer's parameters."""
-    params = sum((group["params"] for group in opt.param_groups), [])
-    if of.keys() != set(range(len(params))):
-        raise ValueError("other parameters")
-    for i, p in enumerate(params):
-        want = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-        if {k: v.shape for k, v in of[i].items()} != want or any(
-            v.dtype != torch.float32 for v in of[i].values()
-        ):
-            raise ValueError("other shapes")
-
-
 def check_state(found, start):
     """ValueError unless a checkpoint's `state` has what a run remembers, each of its kind."""
     number = lambda v: type(v) in (int, float) and math.isfinite(v)

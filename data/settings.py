@@ -243,7 +243,7 @@ def saved(folder):
         s = {k: d[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
         for name, value in s.items():
             kind = TABLE.get(name, (str,))[0]
-            if name in (f.name for f in fields(Config)):
+            if name in FLAGS["Model"]:
                 continue  # Config checks its own
             if type(value) is not (str if isinstance(kind, tuple) else kind) or value == "auto":
                 raise ValueError(f"{flag(name)} {value!r}")

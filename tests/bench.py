@@ -35,7 +35,7 @@ ROUNDS = 7
 
 
 def batch_of(s):
-    ids = torch.randint(0, s["vocab"], (s["batch"], s["block"] + 1))
+    ids = torch.randint(0, s["vocab"], (s["batch"], s["block"] + 1)).to(s["device"])
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -43,9 +43,10 @@ def stepper(model, opt, s):
     """A function that makes one update as train.py does: forward, backward, clip, AdamW."""
     ids, targets = batch_of(s)
     params = list(model.parameters())
-    autocast = torch.autocast("cpu", getattr(torch, s["dtype"]), enabled=s["dtype"] != "float32")
+    dtype, low = getattr(torch, s["dtype"]), s["dtype"] != "float32"
+    autocast = torch.autocast(s["device"], dtype, enabled=low)
 
-    def step():
+    def step():  # nothing in it makes the host wait for a GPU
         with autocast:
             loss = model(ids, targets)
         loss.backward()
@@ -54,7 +55,6 @@ def stepper(model, opt, s):
         )
         opt.step()
         opt.zero_grad(set_to_none=True)
-        return loss.item()
 
     return step
 
@@ -64,7 +64,7 @@ def ours(s, compiled=False, **changes):
     torch.manual_seed(0)
     s = s | changes
     config = {f: s[f] for f in Config.__dataclass_fields__}
-    model = Transformer(Config(**config | {"init": None, "embed_norm": None}))
+    model = Transformer(Config(**config | {"init": None, "embed_norm": None})).to(s["device"])
     model.checkpoint_activations = s["checkpoint_activations"]
     if compiled:
         model.compile_blocks()
@@ -391,6 +391,16 @@ def processor():
     return platform.processor()
 
 
+def where(hardware):
+    """Commit, hardware and versions, for the record."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = ""
+    with contextlib.suppress(OSError):  # no git
+        commit = subprocess.run(git, capture_output=True, encoding="utf-8").stdout.strip()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"commit": commit, "hardware": hardware, "versions": versions}
+
+
 def main(argv=None):
     torch._dynamo.config.recompile_limit = 64  # variants compared in one process
     parser = argparse.ArgumentParser(description=__doc__)
@@ -398,18 +408,15 @@ def main(argv=None):
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, encoding="utf-8").stdout.strip()
+    here = where(f"{processor()}, {args.threads} threads")
     path = ROOT / "data" / "results" / "bench.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name in args.sections or SECTIONS:
         print(f"\n{name}", flush=True)
         table, started = {}, time.perf_counter()
         SECTIONS[name](table)
-        found[name] = {
-            "command": f"python tests/bench.py {name}", "commit": commit, "seed": 0,
-            "hardware": f"{processor()}, {args.threads} threads",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        found[name] = here | {
+            "command": f"python tests/bench.py {name}", "seed": 0,
             "minutes": round((time.perf_counter() - started) / 60, 1), "rounds": ROUNDS,
             "table": table,
         }  # fmt: skip

@@ -8,9 +8,7 @@ is kept.
 """
 
 import argparse
-import contextlib
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,38 +17,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from bench import ours, where  # noqa: E402
 
 from data.settings import resolve  # noqa: E402
-from nanonorm import VARIANTS, Config, Transformer  # noqa: E402
-from train import optimizer_for  # noqa: E402
+from nanonorm import VARIANTS  # noqa: E402
 
 BUDGET = 450  # seconds; later parts are left out when it is spent, and said to be
-
-
-def stepper(s, norm, compiled):
-    """One update of a model, as train.py makes it, with nothing that waits for the card."""
-    torch.manual_seed(0)
-    config = {f: s[f] for f in Config.__dataclass_fields__}
-    model = Transformer(Config(**config | {"norm": norm, "init": None, "embed_norm": None}))
-    model = model.to("cuda")
-    if compiled:
-        model.compile_blocks()
-    opt, params = optimizer_for(model, s), list(model.parameters())
-    ids = torch.randint(0, s["vocab"], (s["batch"], s["block"] + 1), device="cuda")
-
-    def step():
-        with torch.autocast("cuda", torch.bfloat16, enabled=s["dtype"] == "bfloat16"):
-            loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        torch.nn.utils.clip_grads_with_norm_(params, 1.0, norm)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-
-    return model, step
 
 
 def seconds(step, n):
@@ -106,7 +81,7 @@ def variants(table, left):
             if left() < 200:
                 table[f"71m, {norm}, {how}"] = "left out: no time"
                 continue
-            model, step = stepper(s, norm, compiled)
+            model, step = ours(s, compiled, norm=norm)
             first, t = settled(step)
             base.setdefault(how, t)
             table[f"71m, {norm}, {how}"] = {
@@ -127,7 +102,7 @@ def depths(table, left):
             if left() < 150:
                 table[name] = "left out: no time"
                 continue
-            model, step = stepper(s, "span", compiled)
+            model, step = ours(s, compiled, norm="span")
             first, t = settled(step, rounds=3)
             table[name] = {"step_s": round(t, 4), "ms_per_layer": round(1e3 * t / layers, 4),
                            "first_step_s": round(first, 1)}  # fmt: skip
@@ -165,12 +140,7 @@ def main(argv=None):
         return 2
     started, table = time.monotonic(), {}
     left = lambda: BUDGET - (time.monotonic() - started)
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(OSError):
-        table["commit"] = subprocess.run(git, capture_output=True, encoding="utf-8").stdout.strip()
-    table["command"] = "python tests/gpu_check.py"
-    table["hardware"] = torch.cuda.get_device_name()
-    table["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
+    table |= where(torch.cuda.get_device_name()) | {"command": "python tests/gpu_check.py"}
     torch.backends.cuda.matmul.allow_tf32 = True
     for part in (gpu_tests, variants, depths, runs):
         try:

@@ -207,8 +207,8 @@ def test_a_run_from_a_gpu_gives_a_line_on_a_machine_without(fit, stopped, tmp_pa
     assert fit("--device=auto", resume=Run(tmp_path)).code in (0, 2)
 
 
-def test_there_is_a_whole_checkpoint_while_another_is_written(fit, monkeypatch):
-    """A full disk, or the end of the process, in the midst of the second save."""
+def fail_in_the_second_save(monkeypatch, error):
+    """The second checkpoint is half written when the error comes. Returns the list of calls."""
     save, calls = torch.save, []
 
     def half(obj, file, *more):
@@ -216,9 +216,15 @@ def test_there_is_a_whole_checkpoint_while_another_is_written(fit, monkeypatch):
         if len(calls) < 2:
             return save(obj, file, *more)
         file.write(b"PK half a file")
-        raise Killed
+        raise error
 
     monkeypatch.setattr(torch, "save", half)
+    return calls
+
+
+def test_there_is_a_whole_checkpoint_while_another_is_written(fit, monkeypatch):
+    """A full disk, or the end of the process, in the midst of the second save."""
+    calls = fail_in_the_second_save(monkeypatch, Killed())
     run = killed(fit, 0, *LONG)
     monkeypatch.undo()
     assert len(calls) == 2
@@ -228,16 +234,7 @@ def test_there_is_a_whole_checkpoint_while_another_is_written(fit, monkeypatch):
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(fit, monkeypatch, capsys):
-    save, calls = torch.save, []
-
-    def full(obj, file, *more):
-        calls.append(1)
-        if len(calls) < 2:
-            return save(obj, file, *more)
-        file.write(b"PK half a file")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
+    fail_in_the_second_save(monkeypatch, OSError(28, "No space left on device"))
     run = fit(*LONG)
     assert_refused(run.code, capsys, "space")
     assert run.ckpt["state"]["step"] == 4
