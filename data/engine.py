@@ -45,6 +45,7 @@ class World:
         if self.held:
             self.held.close()
         if dist.is_initialized():
+            self.run = None  # DDP holds the group: freed after it, it can wait for ever
             dist.destroy_process_group()
 
     def wait(self):
