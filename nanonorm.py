@@ -7,7 +7,6 @@ FFN), N a norm, sg stop-gradient, L the number of blocks, l = 1..L a block's ind
 `python nanonorm.py` prints the table of variants with what each does to a deep model at init.
 """
 
-import argparse
 import difflib
 import math
 from collections.abc import Callable
@@ -18,12 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from data.fast import at_least_fp32, head_loss, rms_norm, rotate
+from data.llama import LlamaNames, fold  # noqa: F401 (fold is for users)
+
 # ---- Parts: norms, rotary embedding -------------------------------------------------------------
-
-
-def at_least_fp32(x):
-    """x in float32 if it is in a 16-bit type, else unchanged (float64 stays, for exact tests)."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class Linear(nn.Linear):
@@ -36,28 +33,6 @@ class Linear(nn.Linear):
         pass  # PyTorch's own draw would only cost time (and random numbers) before ours
 
 
-class _RMSNorm(torch.autograd.Function):
-    """y = gain · n, n = x · scale, scale = 1/rms(x); with h = gain · dL/dy, dL/dx is
-    scale · (h − n · mean(h · n)). Keeps x and one number a row. PyTorch's own is slow on a CPU.
-    """
-
-    @staticmethod
-    def forward(ctx, x, gain, eps):
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)
-        ctx.save_for_backward(x, gain, scale)
-        return (x * scale).mul_(gain)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, gain, scale = ctx.saved_tensors
-        n = x * scale
-        gn = grad * n
-        mean = (gn @ gain / x.shape[-1])[..., None]
-        dx = (grad * gain).addcmul_(n, mean, value=-1).mul_(scale)
-        return dx, gn.flatten(0, -2).sum(0), None
-
-
 class RMSNorm(nn.Module):
     """gain · x / rms(x) over the last dimension, computed in fp32 (arXiv 1910.07467)."""
 
@@ -67,7 +42,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return _RMSNorm.apply(at_least_fp32(x), self.gain, self.eps).to(x.dtype)
+        return rms_norm(x, self.gain, self.eps)
 
 
 class LayerNorm(RMSNorm):
@@ -86,33 +61,6 @@ def rope_table(T, head_dim, theta):
     freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     angle = torch.outer(torch.arange(T, dtype=torch.float64, device="cpu"), freq)
     return angle.cos()[:, None], angle.sin()[:, None]
-
-
-class _Rotate(torch.autograd.Function):
-    """(a, b) → (a cos − b sin, b cos + a sin); its gradient is the rotation back: no x is kept."""
-
-    @staticmethod
-    def turn(x, cos, sin):
-        a, b = x.chunk(2, dim=-1)
-        y = x.unflatten(-1, (2, -1)) * cos[..., None, :]
-        y[..., 0, :].addcmul_(b, sin, value=-1)
-        y[..., 1, :].addcmul_(a, sin)
-        return y.flatten(-2)
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _Rotate.turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _Rotate.turn(grad, cos, -sin), None, None
-
-
-def rotate(x, rope):
-    """Rotate x (B, T, nh, hs) by its positions; half-split layout: i is paired with i + hs/2."""
-    return _Rotate.apply(x, *rope).to(x.dtype)
 
 
 # ---- GPAS: shrink the activations, not the gradients --------------------------------------------
@@ -214,58 +162,6 @@ class AddBranch(Add):  # scale·x + g(branch)
 PLACEMENTS = {"sum": AddSum, "shortcut": AddShortcut, "branch": AddBranch,
               "before": Add, "norm": Add}  # fmt: skip
 
-# ---- The loss, without the logits of the whole batch --------------------------------------------
-
-LOGITS = 2**24  # so many logits are held at once: 64 MiB in float32
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Σ cross-entropy of softmax(x Wᵀ), x (N, C), W (V, C), targets (N,) with −100 left out.
-
-    N × V logits would be the largest tensor of the model, three times over. Here a piece of them is
-    made at a time and turned into gradients of x and W at once, which the backward then scales.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, dtype, with_grad):
-        w, rows = weight.to(dtype), max(1, LOGITS // weight.shape[0])
-        total = at_least_fp32(x).new_zeros(())
-        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_grad else (None, None)
-        for at in range(0, len(x), rows):
-            h, target = x[at : at + rows].to(dtype), targets[at : at + rows, None]
-            logits = at_least_fp32(h @ w.T)
-            index, counts = target.clamp(min=0), (target != -100).to(logits.dtype)
-            of_target, top = logits.gather(1, index), logits.amax(-1, keepdim=True)
-            d = logits.sub_(top).exp_()  # in the place of the logits: each is needed once
-            mass = d.sum(-1, keepdim=True)
-            total += ((top + mass.log() - of_target) * counts).sum()
-            if with_grad:
-                d = d.mul_(counts / mass).scatter_add_(1, index, -counts).to(dtype)  # p − one-hot
-                dx[at : at + rows] = d @ w
-                dw += d.T @ h
-        ctx.save_for_backward(dx, dw)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        dx, dw = ctx.saved_tensors
-        return grad.to(dx.dtype) * dx, grad.to(dw.dtype) * dw, None, None, None
-
-
-def head_loss(x, weight, targets):
-    """Mean cross-entropy, in nats, of the targets (N,) under logits x Wᵀ; −100 is left out.
-
-    Under autocast the products are made in its type, the loss in float32.
-    """
-    kind = x.device.type
-    low = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
-    with torch.autocast(kind, enabled=False):
-        total = _HeadLoss.apply(x, weight, targets, dtype, torch.is_grad_enabled())
-    return total / (targets != -100).sum()
-
-
 # ---- The two sub-layers, f ----------------------------------------------------------------------
 
 
@@ -283,13 +179,16 @@ class Attention(nn.Module):
         norm = (lambda: RMSNorm(self.head_dim, config.norm_eps)) if qkv_norm else nn.Identity
         self.norm_q, self.norm_k, self.norm_v = norm(), norm(), norm()
 
-    def forward(self, x, rope):
+    def qkv(self, x, rope):
+        """q, k, v, (B, nh, T, hs) each, normed and rotated."""
         B, T, C = x.shape
         q, k, v = self.wqkv(x).view(B, T, 3, self.heads, self.head_dim).unbind(2)  # (B, T, nh, hs)
         q, k, v = rotate(self.norm_q(q), rope), rotate(self.norm_k(k), rope), self.norm_v(v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(B, T, C))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, x, rope):
+        y = F.scaled_dot_product_attention(*self.qkv(x, rope), is_causal=True)  # (B, nh, T, hs)
+        return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, C)
 
 
 class FFN(nn.Module):
@@ -771,7 +670,7 @@ def _checked(name, kind, value):
 # ---- The model ----------------------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
+class Transformer(LlamaNames, nn.Module):
     """LLaMA with the block variant of `config.norm`: embedding, L blocks, final norm, untied head.
 
     model(ids): logits (B, T, vocab), at least float32. model(ids, targets): the scalar mean
@@ -789,7 +688,6 @@ class Transformer(nn.Module):
         self.norm = norm(c.dim, c.norm_eps)
         self.head = Linear(c.dim, c.vocab)
         self.checkpoint_activations = False  # keep only each block's input; recompute the rest
-        self.tap = None  # tap(l, x) sees the stream after block l = 1..L; the embedding as l = 0
         self._tables = {}
         self.init_weights()
 
@@ -803,15 +701,11 @@ class Transformer(nn.Module):
         """The stream (B, T, C) after the last block, before the final norm."""
         x = self.embed_norm(self.embed(ids))
         rope, constants = self.tables(ids.shape[1], x)
-        if self.tap:
-            self.tap(0, x)
-        for l, (block, c) in enumerate(zip(self.blocks, constants, strict=True), 1):
+        for block, c in zip(self.blocks, constants, strict=True):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, c, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, c)
-            if self.tap:
-                self.tap(l, x)
         return x
 
     def tables(self, T, like):
@@ -899,94 +793,55 @@ class Transformer(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False, **options)
 
-    # -- Hugging Face names -------------------------------------------------------------------
 
-    def llama_tensors(self, of=lambda p: p.data):
-        """{Hugging Face name: view of the tensor}; ValueError naming the tensor that has none."""
-        if self.config.norm_kind != "rms":
-            raise ValueError("norm.gain: LLaMA has RMSNorm only, this model has LayerNorm")
-        names = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-        names |= {r: f"self_attn.{r}_proj" for r in "qkvo"}
-        out = {"model.embed_tokens.weight": of(self.embed.weight)}
-        for role, l, w in self.matrices(of):
-            out[f"model.layers.{l - 1}.{names[role]}.weight" if l else "lm_head.weight"] = w
-        small = {"model.norm.weight": self.norm.gain}
-        for i, (block, alphas) in enumerate(zip(self.blocks, self.gates(), strict=True)):
-            attn, ffn, pre = block.attn.norms(), block.ffn.norms(), f"model.layers.{i}."
-            # the four norms of Gemma-2; with three or fewer, LLaMA's names
-            ffn_in = "pre_feedforward" if "out" in attn else "post_attention"
-            rows = ((attn, "in", "input"), (attn, "out", "post_attention"), (ffn, "in", ffn_in))
-            for s, slot, name in (*rows, (ffn, "out", "post_feedforward")):
-                if slot in s:
-                    small[f"{pre}{name}_layernorm.weight"] = s[slot].gain
-            if len(alphas) == 1:
-                small[f"{pre}gpas_block.gate"] = alphas[0]
-        known = {id(p) for p in small.values()}
-        for name, p in self.named_parameters():
-            if id(p) not in known and p.ndim < 2:
-                raise ValueError(f"{name} has no Hugging Face name (norm {self.config.norm})")
-        return out | {k: of(p).view(()) if "gpas" in k else of(p) for k, p in small.items()}
-
-    def to_llama(self):
-        """State dict (copies) under Hugging Face's LLaMA / Gemma-2 names. ValueError if none fit.
-
-        LNS keeps its 1/√l and GPAS its gates: for a plain LLaMA take `fold(model).to_llama()`.
-        """
-        return {name: t.clone() for name, t in self.llama_tensors().items()}
-
-    @torch.no_grad()
-    def load_llama(self, state_dict):
-        """Fill the weights from Hugging Face names; ValueError names a tensor that does not fit.
-
-        Nothing is changed unless every tensor fits.
-        """
-        own = self.llama_tensors()
-        given = {k: v for k, v in state_dict.items() if not k.endswith("rotary_emb.inv_freq")}
-        for name in own:
-            if name not in given:
-                raise ValueError(f"{name} is missing from the state dict")
-            if given[name].shape != own[name].shape:
-                have, want = tuple(given[name].shape), tuple(own[name].shape)
-                raise ValueError(f"{name} has shape {have}, this model needs {want}")
-        for name in given:
-            if name not in own:
-                raise ValueError(f"{name} has no place in a {self.config.norm} model")
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
+# ---- Looking inside: probes ---------------------------------------------------------------------
+# Those that run the model take any variant, compiled or not, and leave weights, gradients and the
+# random numbers as they are. ids, targets: int64 (B, T).
 
 
 @torch.no_grad()
-def fold(model):
-    """The same function as a plain Pre-LN model (a new one), for pre, lns, gpas, lns+gpas.
+def visit(model, ids, stream=None, add=None, hidden=None, attend=None):
+    """Run the model over ids (B, T), showing its inside to the functions given. Returns None.
 
-    LNS: the factor goes into the norm's gain. GPAS: with P the product of all scales 1 − SiLU(α) so
-    far, x/P obeys the Pre-LN rule with outputs divided by P, as norms do not see a scale (but for
-    their eps: equal up to eps over the stream's mean square) except its sign. Raises ValueError for
-    other variants and placements, and for a gate whose scale is 0.
+    stream(l, x): x (B, T, C) after block l = 1..L; the embedding as l = 0.
+    add(l, i, x, branch, y): each residual addition, i 0 of attention and 1 of the FFN: the shortcut
+    with its constant, before GPAS; the branch; what leaves (for Post-LN the sum that is normed).
+    hidden(l, h): the FFN's hidden activations (B, T, ffn). attend(l, q, k): (B, nh, T, hs) each.
     """
-    c = model.config
-    if c.variant not in (Pre, LNS) or (c.gpas and c.gpas_placement not in ("auto", "sum")):
-        raise ValueError(f"cannot fold {c.norm}, placement {c.gpas_placement}: only pre, lns, gpas")
-    with torch.random.fork_rng():  # the draws of a model to be overwritten must not count
-        plain = Transformer(Config.from_dict(c.to_dict() | {"norm": "pre"}))
-    plain.to(model.embed.weight.device, model.embed.weight.dtype)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "gate" not in k})
-    P = 1.0
-    for l, (block, old) in enumerate(zip(plain.blocks, model.blocks, strict=True), 1):
-        factors = old.constants(c, l) if c.variant is LNS else ((1.0,), (1.0,))
-        sites = ((block.attn, block.attn.f.wo, old.attn), (block.ffn, block.ffn.f.w2, old.ffn))
-        for (s, out, was), (factor,) in zip(sites, factors, strict=True):
-            s.norm_in.gain.mul_(math.copysign(factor, P))
-            out.weight.div_(P)
-            if c.gpas:
-                P *= 1 - was.add.gate.act(was.add.gate.alpha.double()).item()
-                if P == 0:
-                    raise ValueError(f"the gate of block {l} scales the stream to 0")
-    plain.norm.gain.mul_(math.copysign(1.0, P))
-    return plain
+    hooks = []
+
+    def hook(module, see):
+        hooks.append(module.register_forward_hook(see, with_kwargs=True))
+
+    if stream:
+        hook(model.embed_norm, lambda m, args, kw, x: stream(0, x))
+    for l, block in enumerate(model.blocks, 1):
+        if stream:
+            hook(block, lambda m, args, kw, x, l=l: stream(l, x))
+        for i, s in enumerate((block.attn, block.ffn) if add else ()):
+
+            def see(m, args, kw, y, l=l, i=i):
+                x, branch, scale = (*args, kw.get("scale"))[:3]
+                add(l, i, x if scale is None else scale * x, branch, y)
+
+            hook(s.add, see)
+        if hidden:
+            hook(block.ffn.f.w2, lambda m, args, kw, y, l=l: hidden(l, args[0]))
+        if attend:
+            hook(block.attn.f, lambda m, args, kw, y, l=l: attend(l, *m.qkv(*args)[:2]))
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled block would not call them
+            model(ids, ids)  # the whole model: sharded weights are gathered by its own hooks
+    finally:
+        for h in hooks:
+            h.remove()
 
 
-# ---- Looking inside -----------------------------------------------------------------------------
+def streams(model, ids):
+    """The stream after each block, the embedding first: (L + 1, B, T, C), float32 at least."""
+    seen = []
+    visit(model, ids, stream=lambda l, x: seen.append(at_least_fp32(x)))
+    return torch.stack(seen)
 
 
 def stream_variance(x):
@@ -994,14 +849,255 @@ def stream_variance(x):
     return x.detach().float().var(-1, unbiased=False).mean()
 
 
-def block_grad_norms(model):
-    """L2 norm of all parameter gradients of each block; tensor (L,). Blocks without any give 0."""
+def angular_distance(x, y):
+    """(1/π)·arccos cos(x, y) at the last position, mean over sequences: 0..1 (2502.05795)."""
+    cos = F.cosine_similarity(x[:, -1].double(), y[:, -1].double(), dim=-1)
+    return (cos.clamp(-1, 1).arccos() / math.pi).mean().float()
+
+
+def angular_distances(xs):
+    """(L + 1, L + 1): row l, column n the distance of x_l and x_{l+n}; NaN past the last block."""
+    d = xs.new_full((len(xs), len(xs)), math.nan)
+    for l in range(len(xs)):
+        for n in range(len(xs) - l):
+            d[l, n] = angular_distance(xs[l], xs[l + n])
+    return d
+
+
+def block_influence(x, y):
+    """1 − mean cos(x, y) over all positions, of a block's input and output (2403.03853)."""
+    return 1 - F.cosine_similarity(x.float(), y.float(), dim=-1).mean()
+
+
+def pair_cosines(xs):
+    """(n, n): the mean over positions of cos(x_i, x_j) for n streams xs (n, B, T, C)."""
+    h = F.normalize(xs.flatten(1, -2), dim=-1)  # (n, B·T, C)
+    return torch.einsum("ipc,jpc->ij", h, h) / h.shape[1]
+
+
+def rms(x):
+    return x.float().square().mean().sqrt()
+
+
+def channel_kurtosis(x):
+    """Mean over channels of E[z⁴], z the standardised channel over all tokens: 3 if Gaussian."""
+    x = at_least_fp32(x).flatten(0, -2)
+    return ((x - x.mean(0)) / x.std(0, unbiased=False).clamp(min=1e-30)).pow(4).mean()
+
+
+def channel_correlation(x):
+    """Mean |correlation| over tokens between two different channels: 0 if they are independent."""
+    c = torch.corrcoef(x.flatten(0, -2).T.double()).abs().nan_to_num()
+    return ((c.sum() - c.trace()) / (len(c) * (len(c) - 1))).float()
+
+
+def attention_entropy(q, k):
+    """Mean entropy, in nats, of the causal attention rows of q, k (B, nh, T, hs)."""
+    T, scores = q.shape[-2], at_least_fp32(q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    past = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    p = scores.masked_fill(~past, -math.inf).softmax(-1)
+    return -torch.xlogy(p, p).sum(-1).mean()
+
+
+def eigenvalues(x):
+    """Eigenvalues, largest first, of the covariance over all tokens of x (…, F): (F,), float64."""
+    x = x.flatten(0, -2).double()
+    x = x - x.mean(0)
+    return torch.linalg.eigvalsh(x.T @ x / len(x)).clamp(min=0).flip(0)
+
+
+def hard_rank(values):
+    """The participation ratio (Σλ)²/Σλ² of eigenvalues (…, F); F if all are equal. (…,)"""
+    return values.sum(-1).square() / values.square().sum(-1)
+
+
+def soft_rank(values):
+    """exp(−Σ p ln p), p = λ/Σλ, of eigenvalues (…, F); F if all are equal. (…,)"""
+    p = values / values.sum(-1, keepdim=True)
+    return (-torch.xlogy(p, p).sum(-1)).exp()
+
+
+def stream_eigenvalues(model, ids):
+    """Eigenvalues of the stream after each block, the embedding first: (L + 1, C).
+
+    Their hard_rank over C stands for SpanNorm's "effective dimension ratio", which no public copy
+    of 2601.22580 defines.
+    """
+    seen = []
+    visit(model, ids, stream=lambda l, x: seen.append(eigenvalues(x)))
+    return torch.stack(seen)
+
+
+def ffn_eigenvalues(model, ids):
+    """Eigenvalues of each FFN's hidden activations: (L, ffn). Wants tokens ≫ ffn."""
+    seen = []
+    visit(model, ids, hidden=lambda l, h: seen.append(eigenvalues(h)))
+    return torch.stack(seen)
+
+
+def condition_numbers(model):
+    """σ_max/σ_min of the FFN's up and down matrix of each block: (L, 2)."""
+    found = []
+    for role, _, w in model.matrices():
+        if role in ("up", "down"):
+            s = torch.linalg.svdvals(w.double())
+            found.append(s[0] / s[-1])
+    return torch.stack(found).view(-1, 2)
+
+
+def branch_variances(model, ids):
+    """Variance over features of what attention and FFN add in each block: (L, 2)."""
+    seen = []
+    visit(model, ids, add=lambda l, i, x, branch, y: seen.append(stream_variance(branch)))
+    return torch.stack(seen).view(-1, 2)
+
+
+LAYER_COLUMNS = (
+    "variance", "grad_norm", "grad_norm_ffn", "weight_norm", "gate_attn", "gate_ffn", "influence",
+    "angle", "ratio_attn", "ratio_ffn", "sigma_attn", "sigma_ffn", "kurtosis", "entropy",
+)  # fmt: skip
+
+
+def layer_table(model, ids):
+    """{each of LAYER_COLUMNS: [a number for each block]}, all that one forward shows cheaply.
+
+    variance of the stream after the block; the block's gradient norm, that of its FFN alone and its
+    weight norm; its gates' values ("" without); influence (Block Influence) and angle (angular
+    distance) between its input and output; ratio_*: rms of what a sub-layer adds over rms of what
+    it is added to; sigma_*: standard deviation of the sum, σ_A and σ_Z of 2601.22580 where a norm
+    follows; kurtosis of the channels; entropy of the attention, in nats.
+    """
+    table = {k: [] for k in LAYER_COLUMNS}
+    before = None
+
+    def stream(l, x):
+        nonlocal before
+        if l:
+            table["variance"].append(stream_variance(x))
+            table["influence"].append(block_influence(before, x))
+            table["angle"].append(angular_distance(before, x))
+            table["kurtosis"].append(channel_kurtosis(x))
+        before = x
+
+    def add(l, i, x, branch, y):
+        site = ("attn", "ffn")[i]
+        table[f"ratio_{site}"].append(rms(branch) / rms(x))
+        table[f"sigma_{site}"].append(stream_variance(y).sqrt())
+
+    def attend(l, q, k):
+        table["entropy"].append(attention_entropy(q, k))
+
+    visit(model, ids, stream, add, attend=attend)
+    table["grad_norm"] = block_grad_norms(model)
+    table["grad_norm_ffn"] = ffn_grad_norms(model)
+    table["weight_norm"] = block_weight_norms(model)
+    for of_block in gate_values(model):
+        table["gate_attn"] += of_block[:1] or [""]
+        table["gate_ffn"] += of_block[-1:] or [""]
+    return {k: v if k.startswith("gate") else torch.stack([*v]).tolist() for k, v in table.items()}
+
+
+def _whole(x):
+    """x, put together from all processes if it is sharded (FSDP2)."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _block_norms(model, tensors):
+    """L2 norm of all tensors(block) together, for each block: (L,). 0 where there are none."""
     norms = []
     for block in model.blocks:
-        grads = [p.grad for p in block.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # if sharded
-    return torch.stack([n.to(norms[0].device) for n in norms])
+        found = [t for t in tensors(block) if t is not None]
+        norms.append(_whole(nn.utils.get_total_norm(found)) if found else torch.zeros(()))
+    return torch.stack([n.detach().to(norms[-1].device) for n in norms])
+
+
+def block_grad_norms(model):
+    """L2 norm of all parameter gradients of each block; tensor (L,). Blocks without any give 0."""
+    return _block_norms(model, lambda block: [p.grad for p in block.parameters()])
+
+
+def ffn_grad_norms(model):
+    """The same of the FFN's matrices alone (2601.22580 fig. 7)."""
+    return _block_norms(model, lambda block: [p.grad for p in block.ffn.f.parameters()])
+
+
+def block_weight_norms(model):
+    """L2 norm of all parameters of each block: (L,)."""
+    return _block_norms(model, lambda block: [*block.parameters()])
+
+
+def gate_values(model):
+    """[[act(α) of each distinct gate] for each block]: SiLU(α), the share that GPAS takes off."""
+    act = GATE_ACTS[model.config.gpas_act]
+    return [[act(_whole(a.detach())).item() for a in of_block] for of_block in model.gates()]
+
+
+def _eager_block(model, l, T, like):
+    """x ↦ block l of x (B, T, C), not compiled, with its own constants."""
+    rope, constants = model.tables(T, like)
+
+    def run(x):
+        with torch.compiler.set_stance("force_eager"):
+            return model.blocks[l - 1](x, rope, constants[l - 1])
+
+    return run
+
+
+def block_jacobian(model, l, x, chunk=256):
+    """∂out[t, i]/∂in[s, j] of block l at one sequence x (T, C), as (T, C, T, C): exact.
+
+    T·C gradients, `chunk` of them at a time: for small widths. Its mean over t of [t, :, t, :] is
+    the token-averaged Jacobian of 2502.05795 fig. 5.
+    """
+    T, C = x.shape
+    run, n = _eager_block(model, l, T, x), T * C
+    rows = []
+    for wanted in torch.eye(n, dtype=x.dtype, device=x.device).view(n, T, C).split(chunk):
+        xs = x.detach().expand_as(wanted).clone().requires_grad_()
+        rows += torch.autograd.grad(run(xs), xs, wanted)
+    return torch.cat(rows).view(T, C, T, C)
+
+
+def jacobian_distance(model, l, x, samples=8, seed=0):
+    """‖J − I‖/‖I‖ (Frobenius) of block l at x (B, T, C), a float; 0 for an identity block.
+
+    Estimated from `samples` random vectors v, as E‖vᵀ(J − I)‖² = ‖J − I‖² for v ~ N(0, 1).
+    """
+    g = torch.Generator().manual_seed(seed)
+    xs = x.detach().repeat(samples, 1, 1).requires_grad_()
+    v = torch.randn(xs.shape, generator=g).to(xs)
+    (jv,) = torch.autograd.grad(_eager_block(model, l, x.shape[1], x)(xs), xs, v)
+    return rms(jv - v).item()
+
+
+@torch.no_grad()
+def exit_losses(model, ids, targets):
+    """Cross-entropy, in nats, of head(norm(x_l)) for l = 0..L: (L + 1,). The last is the loss."""
+    losses = []
+
+    def stream(l, x):
+        losses.append(head_loss(model.norm(x).flatten(0, 1), model.head.weight, targets.flatten()))
+
+    visit(model, ids, stream)
+    return torch.stack(losses)
+
+
+@torch.no_grad()
+def removal_losses(model, ids, targets):
+    """The rise of the loss, in nats, if block l alone is skipped: (L,).
+
+    Block l's input goes to block l + 1; every other block keeps its own constants. L²/2 blocks run.
+    """
+    xs, T = streams(model, ids), ids.shape[1]
+    blocks = [_eager_block(model, l, T, xs) for l in range(1, len(xs))]
+    losses = []
+    for skipped in (None, *range(len(blocks))):
+        x = xs[-1] if skipped is None else xs[skipped]
+        for run in blocks[skipped + 1 :] if skipped is not None else ():
+            x = run(x)
+        x = model.norm(x).flatten(0, 1)
+        losses.append(head_loss(x, model.head.weight, targets.flatten()))
+    return torch.stack(losses[1:]) - losses[0]
 
 
 def at_init(norm, layers=64, dim=64, init=None, batch=4, seed=0):
@@ -1011,38 +1107,13 @@ def at_init(norm, layers=64, dim=64, init=None, batch=4, seed=0):
     """
     torch.manual_seed(seed)
     config = Config(layers=layers, dim=dim, heads=2, vocab=256, block=32, norm=norm, init=init)
-    model, seen = Transformer(config), []
-    model.tap = lambda l, x: seen.append(stream_variance(x))
+    model = Transformer(config)
     ids = torch.randint(0, 256, (batch, 33))
     model(ids[:, :-1], ids[:, 1:]).backward()
-    return torch.stack(seen[1:]), block_grad_norms(model)
-
-
-def main(argv=None):
-    """Print the table of variants. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.parse_args(argv)
-    print("Variants (f: attention or FFN, N: norm, L blocks, l = 1..L); each also as NAME+gpas:\n")
-    width = max(len(v.formula) for v in VARIANTS.values())
-    print(f"{'norm':<12} {'formula':<{width}} {'arXiv':<11} init")
-    for name, v in VARIANTS.items():
-        print(f"{name:<12} {v.formula:<{width}} {v.paper:<11} {v.init}")
-    rule = "g(x) = x − SiLU(α)·sg(x) on the sum, or on the shortcut"
-    print(f"{'NAME+gpas':<12} {rule:<{width}} {'2506.22049':<11} that of NAME")
-    print("\nInits (std of each matrix):\n")
-    for name, init in INITS.items():
-        print(f"{name:<13} {init.formula:<50} {init.paper}")
-    layers = 64
-    print(f"\nAt init, {layers} blocks × width 64, seed 0, own inits; columns: blocks")
-    columns = "".join(f"{b:>11}" for b in (1, layers // 2, layers))
-    print(f"{'norm':<12} variance{columns}   gradient norm{columns}")
-    for name in VARIANTS:
-        variance, grad = at_init(name, layers)
-        picks = [0, layers // 2 - 1, layers - 1]
-        cells = ["".join(f"{t[i].item():>11.3g}" for i in picks) for t in (variance, grad)]
-        print(f"{name:<12} {'':8}{cells[0]}   {'':13}{cells[1]}")
-    return 0
+    return torch.tensor(layer_table(model, ids[:, :-1])["variance"]), block_grad_norms(model)
 
 
 if __name__ == "__main__":
+    from data.check import main
+
     raise SystemExit(main())

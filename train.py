@@ -38,6 +38,7 @@ from data.engine import (
     to,
     whole,
 )
+from data.grid import run_grid
 from data.prepare import load, one_line, open_streams, prepare
 from data.runs import (
     FORMAT,
@@ -60,10 +61,11 @@ from data.settings import (
     run_name,
     saved,
 )
-from nanonorm import GATE_ACTS, Transformer, block_grad_norms, stream_variance
+from nanonorm import Transformer, layer_table
 from sample import sample_run
 
 HERE = Path(__file__).resolve().parent
+PROBED = 512  # so many tokens of an update are enough to look at its blocks
 
 # ---- Schedule, optimizer ------------------------------------------------------------------------
 
@@ -146,14 +148,17 @@ def train(s, model, opt, scaler, state, data, world, record):
     others = [p for p in model.parameters() if p.requires_grad and not any(p is a for a in gates)]
     bits = meta["train_tokens"] / meta["train_bytes"] / math.log(2)  # (nats/token) to (bits/byte)
     val_bits = (len(val_ids) - 1) / meta["val_bytes"] / math.log(2)
-    diverged, moment, stream, unread = None, {}, [], []
+    diverged, moment, unread = None, {}, []
     mark = state["step"], state["seconds"]
-    act, total_norm = GATE_ACTS[config.gpas_act], torch.nn.utils.get_total_norm
+    total_norm = torch.nn.utils.get_total_norm
     broken = torch.zeros((), device=device)  # 1 from the first loss or gradient that is not finite
 
-    def watch(l, x):  # the stream after block l; 0 is the embedding
-        if l:
-            stream.append(stream_variance(x))
+    def look():
+        """The rows of layers.csv: every block as this step finds it, before its update."""
+        few = starts[: max(1, PROBED // block)]  # the same ones, however many processes there are
+        with autocast:
+            table = layer_table(model, to(device, get_batch(train_ids, few, block)[0]))
+        return [(step, l, *row) for l, row in enumerate(zip(*table.values(), strict=True), 1)]
 
     def read():
         """Look at the numbers of the updates since the last look: why has the run diverged?"""
@@ -191,34 +196,27 @@ def train(s, model, opt, scaler, state, data, world, record):
         while state["step"] < s["steps"]:
             started, step = time.perf_counter(), state["step"] + 1
             logging = step in (1, s["steps"]) or step % s["log_every"] == 0
+            probing = step in (1, s["steps"]) or step % s["probe_every"] == 0
             evaluating = step == s["steps"] or step % s["eval_every"] == 0
             saving = step == s["steps"] or step % s["save_every"] == 0
             lr, loss = lr_at(step - 1, s), torch.zeros((), device=device)
             starts = window_starts(s["seed"], step - 1, per_step, len(train_ids), block)
             for share in shares:
                 last = share is shares[-1]
-                # the stream is watched in the last forward of an update that is logged
-                model.tap = watch if logging and last else None
                 ids, targets = get_batch(train_ids, starts[share], block)
                 with world.forward_of(last):
                     part = loss_of(ids, targets) / len(shares)
                     scaler.scale(part).backward()
                 loss += part.detach()
-            model.tap = None
             scaler.unscale_(opt)
             loss = world.mean(loss)
             norms = [whole(total_norm([p.grad for p in part])) for part in (others, gates)]
             unread.append((step, lr, loss, torch.hypot(*norms)))
             reading = device.type == "cpu" or logging or evaluating or saving or scaler.is_enabled()
             diverged = read() if reading else None
-            if logging or diverged:
-                block_norms = block_grad_norms(model)  # before clipping
-                shrink = [[act(whole(a)).item() for a in of_block] for of_block in model.gates()]
-            if diverged:  # the weights are not touched; look at the blocks once more, as they are
-                stream.clear()
-                model.tap = watch
-                with torch.no_grad():
-                    loss_of(ids, targets)
+            if probing or diverged:
+                record.layers(look())
+            if diverged:  # the weights are not touched
                 logging = True
             else:
                 for part, most, n in zip(
@@ -240,11 +238,6 @@ def train(s, model, opt, scaler, state, data, world, record):
             if unread and stopping:
                 diverged = diverged or read()
             state["seconds"] += time.perf_counter() - started
-            if logging:
-                rows = zip(world.mean(torch.stack(stream)), block_norms, shrink, strict=True)
-                record.layers([step, i, v.item(), g.item(), *(z[:1] + z[-1:] or ["", ""])]
-                              for i, (v, g, z) in enumerate(rows, 1))  # fmt: skip
-                stream.clear()
             if logging or evaluating:
                 rate = (step - mark[0]) * per_step * block / (state["seconds"] - mark[1])
                 mark = step, state["seconds"]
@@ -261,7 +254,7 @@ def train(s, model, opt, scaler, state, data, world, record):
                         state["best"] = {k: row[k] for k in ("step", "val_loss", "val_bpb")}
                 record.log(row)
                 left = state["seconds"] / step * (s["steps"] - step)
-                show_progress(row, s["steps"], moment["loss"] * bits, left)
+                show_progress(row, s["steps"], moment["loss"] * bits, left, record.heading)
             if diverged:
                 break
             if saving or stopping:
@@ -287,7 +280,8 @@ def train(s, model, opt, scaler, state, data, world, record):
             status("finished", seconds=round(state["seconds"], 2))
             record.draw()
             best = "{val_bpb:.4f} bits/byte (step {step})".format(**state["best"])
-            say(f"\n{text}\n\nfinished: {state['seconds']:.1f} s of training, held-out {best}; "
+            text = "" if record.heading else f"\n{text}\n\n"
+            say(f"{text}finished: {state['seconds']:.1f} s of training, held-out {best}; "
                 f"{record.folder}")  # fmt: skip
     return 0
 
@@ -364,9 +358,8 @@ def resumed(folder, given):
     return s, config, fingerprint
 
 
-def start(argv, world):
+def start(size, given, out, resume, world, heading):
     """All that `train` needs, as the flags say. ValueError for what cannot be, nothing written."""
-    size, given, out, resume = parse(argv)
     folder = ckpt = None
     if resume is None:
         s, config = resolve(size, given)
@@ -396,10 +389,11 @@ def start(argv, world):
         ckpt = checkpoint(path, s, fingerprint)
     elif world.chief:
         folder, world.held = new_folder(out, s)
-    record = Record(folder) if world.chief else Silence()
+    record = Record(folder, heading) if world.chief else Silence()
     opt, scaler, state = ready(s, model, world, ckpt)
     record.begin(s, data[2], state["step"], ckpt and ckpt["path"])
-    describe(model, s, data[2], world)
+    if not heading:
+        describe(model, s, data[2], world)
     return s, model, opt, scaler, state, data, world, record
 
 
@@ -420,15 +414,22 @@ def refusal(e, record):
     return None  # a fault of ours
 
 
-def main(argv=None):
-    """The command. Returns the exit code."""
-    open_streams()
+def run(size, given, out, resume, heading=""):
+    """One run, new or resumed; `heading`: of a grid, whose runs say little. Returns its exit code.
+
+    With a comma list among the flags: the grid of runs.
+    """
     record = None
     with ended_as_by_ctrl_c(), closing(World()) as world:
         try:
-            *run, record = start(argv, world)
+            if any(isinstance(v, list) for v in given.values()):
+                if resume or world.launched:
+                    what = "--resume" if resume else "torchrun"
+                    raise ValueError(f"a comma list makes several runs in turn: not with {what}")
+                return run_grid(size, given, out, HERE, run)
+            *parts, record = start(size, given, out, resume, world, heading)
             with closing(record):
-                return train(*run, record)
+                return train(*parts, record)
         except KeyboardInterrupt:  # before training: later ones are handled there
             print("interrupted before the first step: nothing to save", file=sys.stderr)
             return 130
@@ -438,6 +439,17 @@ def main(argv=None):
             if world.chief:
                 print(f"train.py: error: {line}", file=sys.stderr)
             return 2
+
+
+def main(argv=None):
+    """The command. Returns the exit code."""
+    open_streams()
+    try:
+        asked = parse(argv)
+    except ValueError as e:
+        print(f"train.py: error: {one_line(e)}", file=sys.stderr)
+        return 2
+    return run(*asked)
 
 
 if __name__ == "__main__":

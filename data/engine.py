@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 import torch.distributed as dist
 
-from nanonorm import LOGITS
+from data.fast import LOGITS
 
 
 class World:

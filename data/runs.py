@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from data.settings import FREE_ON_RESUME, TABLE, flag
+from nanonorm import LAYER_COLUMNS
 
 FORMAT = 2  # of ckpt.pt
 LOG = ("step", "tokens", "seconds", "loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s")
-LAYERS = ("step", "block", "variance", "grad_norm", "gate_attn", "gate_ffn")
+LAYERS = ("step", "block", *LAYER_COLUMNS)
 
 
 def write_atomically(path, write):
@@ -193,8 +194,13 @@ def say(text, end="\n"):
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
-def show_progress(row, steps, bpb, left):
-    """One line. On a terminal it is rewritten in place; in a log file each is a line of its own."""
+def show_progress(row, steps, bpb, left, heading=""):
+    """One line. On a terminal it is rewritten in place; in a log file each is a line of its own.
+
+    Of a run in a grid, which has a `heading`, only the terminal sees it.
+    """
+    if heading and not sys.stdout.isatty():
+        return
     left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
     line = (f"step {row['step']}/{steps} ({row['step'] / steps:.0%})  loss {row['loss']:.4f}  "
             f"{bpb:.3f} bits/byte  {row['tok_per_s']:,.0f} tokens/s  {left} left")  # fmt: skip
@@ -265,8 +271,8 @@ def plot(folder):
 class Record:
     """What a run writes into its folder, from its beginning to its end."""
 
-    def __init__(self, folder):
-        self.folder, self.tables = folder, []
+    def __init__(self, folder, heading=""):
+        self.folder, self.heading, self.tables = folder, heading, []
 
     def begin(self, s, meta, step, ckpt):
         """Write config.json and open the tables; `ckpt` takes the place of a damaged ckpt.pt."""
@@ -312,7 +318,7 @@ class Record:
 class Silence:
     """In the place of a Record where another process writes: each of its calls does nothing."""
 
-    folder = None
+    folder, heading = None, ""
 
     def __getattr__(self, name):
         return lambda *args, **kw: None

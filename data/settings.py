@@ -5,6 +5,8 @@ one line.
 """
 
 import argparse
+import hashlib
+import importlib.util
 import json
 import os
 from dataclasses import fields
@@ -13,7 +15,7 @@ from pathlib import Path
 import torch
 
 from data.prepare import NAMES, Parser
-from nanonorm import VARIANTS, Config, one_of
+from nanonorm import VARIANTS, Block, Config, Transformer, one_of
 
 # name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
 FLAGS = {
@@ -37,7 +39,8 @@ FLAGS = {
     },
     "Running": {
         "eval_every": (int, "updates between evaluations; the last is always evaluated", 1),
-        "log_every": (int, "updates between rows of log.csv and layers.csv", 1),
+        "log_every": (int, "updates between rows of log.csv", 1),
+        "probe_every": (int, "updates between rows of layers.csv, which look into each block", 1),
         "save_every": (int, "updates between checkpoints", 1),
         "device": (("auto", "cpu", "cuda", "mps"), "where to run"),
         "dtype": (("auto", "float32", "bfloat16", "float16"), "type of the matrix products"),
@@ -51,8 +54,8 @@ TABLE = {name: row for group in FLAGS.values() for name, row in group.items()}
 DEFAULTS = {f.name: f.default for f in fields(Config)} | {
     "data": "shakespeare", "accum": 1, "warmup": None, "min_lr": None, "weight_decay": 0.1,
     "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "gate_clip": 0.0, "seed": 0, "eval_every": 250,
-    "log_every": 20, "save_every": 250, "device": "auto", "dtype": "auto", "compile": "auto",
-    "checkpoint_activations": False, "shard": False,
+    "log_every": 20, "probe_every": 20, "save_every": 250, "device": "auto", "dtype": "auto",
+    "compile": "auto", "checkpoint_activations": False, "shard": False,
 }  # fmt: skip
 
 # The papers' recipe (2506.22049, 2502.05795): 512 sequences of 256 tokens an update, Adam without
@@ -90,14 +93,13 @@ SIZES = {
 COMPILE_S, COMPILE_SAVES, BLOCK_S, PRODUCT_S = 12, 0.2, 3e-3, 1.3e-9
 
 # Settings that may change on resume, because the weights do not depend on them.
-FREE_ON_RESUME = ("eval_every", "log_every", "save_every", "checkpoint_activations", "shard")
+FREE_ON_RESUME = (
+    "eval_every", "log_every", "probe_every", "save_every", "checkpoint_activations", "shard",
+)  # fmt: skip
 
 
-def parse(argv):
-    """(size or None, {flag: value given}, out, resume). ValueError for no flag, or no value."""
-    p = Parser(
-        prog="train.py", description="Train any variant on text, offline.", allow_abbrev=False
-    )
+def add_flags(p):
+    """Give a parser --size and every flag of a run; returns the last group of its help."""
     p.add_argument("--size", metavar="X", help=f"shape and recipe: {' '.join(SIZES)} (tiny)")
     for group, flags in FLAGS.items():
         g = p.add_argument_group(group)
@@ -108,14 +110,35 @@ def parse(argv):
             text += f": {' '.join(kind)}" if isinstance(kind, tuple) else ""
             text += f" ({shown})" if shown is not None else ""
             g.add_argument(flag(name), help=text, **kw)
+    return g
+
+
+def given_flags(args):
+    """{flag: value given}, typed, of parsed arguments. A comma list (a grid) becomes a list."""
+    given = {}
+    for name in TABLE:
+        if (text := getattr(args, name)) is not None:
+            many = isinstance(text, str) and "," in text and not os.path.exists(text)
+            given[name] = [typed(name, t) for t in text.split(",")] if many else typed(name, text)
+    return given
+
+
+def parse(argv):
+    """(size or None, {flag: value given}, out, resume). ValueError for no flag, or no value.
+
+    A comma list of values (a grid) becomes a list.
+    """
+    p = Parser(
+        prog="train.py", description="Train any variant on text, offline.", allow_abbrev=False
+    )
+    g = add_flags(p)
     g.add_argument("--out", metavar="DIR", help="the run's folder (runs/, named by the settings)")
     g.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
     args = p.parse_args(argv)
     for name in ("out", "resume"):
         if getattr(args, name) == "":  # a variable that was not set
             raise ValueError(f"--{name} needs the name of a folder")
-    given = {name: typed(name, v) for name in TABLE if (v := getattr(args, name)) is not None}
-    return args.size, given, args.out, args.resume
+    return args.size, given_flags(args), args.out, args.resume
 
 
 def flag(name):
@@ -129,7 +152,7 @@ def typed(name, text):
         return one_of(flag(name), text, kind)
     number = next((t for t in (int, float) if kind in (t, t | None)), None)
     if number is None:
-        return text
+        return own_variant(text) if name == "norm" and ".py:" in text else text
     try:
         value = number(text)
     except ValueError:
@@ -142,10 +165,58 @@ def typed(name, text):
     return value
 
 
+def own_variant(text):
+    """Make the class of FILE.py:CLASS (or FILE.py:CLASS+gpas) a variant; its name, path absolute.
+
+    ValueError, in one line, if the file has no such Block, or a small model of it does not run.
+    """
+    file, _, rest = text.rpartition(":")
+    kind, plus, extra = rest.partition("+")
+    name = f"{os.path.abspath(file)}:{kind}"
+    if name not in VARIANTS:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as e:
+            raise ValueError(f"{file} cannot be loaded: {fault_of(e, file)}") from None
+        found = getattr(module, kind, None)
+        if not (isinstance(found, type) and issubclass(found, Block)):
+            blocks = [k for k, v in vars(module).items() if isinstance(v, type)
+                      and issubclass(v, Block) and v.__module__ == module.__name__]  # fmt: skip
+            raise ValueError(f"{file} has no block {kind!r}; it has: {', '.join(blocks) or 'none'}")
+        for what, value in (("formula", kind), ("paper", "–")):
+            if not hasattr(found, what):
+                setattr(found, what, value)
+        VARIANTS[name] = found
+        try:
+            with torch.random.fork_rng(devices=[]):
+                ids = torch.zeros(1, 4, dtype=torch.int64)
+                shape = dict(layers=2, dim=8, heads=2, vocab=4, block=4)
+                Transformer(Config(norm=name, **shape))(ids, ids).backward()
+        except Exception as e:
+            del VARIANTS[name]
+            raise ValueError(f"{file}, {kind} does not run: {fault_of(e, file)}") from None
+    return name + plus + extra
+
+
+def fault_of(e, file):
+    """What an exception says, and the last line of `file` that it came through."""
+    line, trace = getattr(e, "lineno", None), e.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == os.path.abspath(file):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    text = " ".join(str(e).split())
+    return f"{type(e).__name__}: {text}" + (f" (line {line})" if line else "")
+
+
 def resolve(size, given):
     """Every setting, from the flags given, the size and the defaults; and the model's Config."""
     size = one_of("--size", size or "tiny", SIZES)
     s = {"size": size} | DEFAULTS | SIZES[size] | given
+    if s["init"] == "own":  # the variant's, also in a grid
+        s["init"] = None
     if "dim" in given and "ffn" not in given:
         s["ffn"] = None  # follow the new width
     if "dim" in given and "heads" not in given:  # as many as keep the size's head width, if any do
@@ -203,12 +274,17 @@ def pick_dtype(want, device, dim):
     return "float32", "width below 256" if fast else "this processor has no fast bfloat16"
 
 
+def cpu_seconds(s):
+    """About how long a run takes on two cores of a CPU, not compiled."""
+    tokens = s["batch"] * s["block"]
+    return s["steps"] * s["accum"] * s["layers"] * (BLOCK_S + PRODUCT_S * tokens * s["dim"] ** 2)
+
+
 def pick_compile(want, s):
     """(on or off, why). It is worth its time if it saves more than it costs."""
     if want == "off":
         return want, "asked for"
-    tokens = s["batch"] * s["block"]
-    eager = s["steps"] * s["accum"] * s["layers"] * (BLOCK_S + PRODUCT_S * tokens * s["dim"] ** 2)
+    eager = cpu_seconds(s)
     if want == "auto" and s["device"] == "mps":
         return "off", "not reliable on mps"
     if want == "auto" and s["device"] == "cpu" and COMPILE_SAVES * eager < COMPILE_S:
@@ -230,9 +306,19 @@ def run_name(s):
     shown += ("compile", *FREE_ON_RESUME)
     changed = [k for k in TABLE if s[k] != base[k] and k not in shown]
     extra = [f"{k}={Path(s[k]).stem if k == 'data' else s[k]}" for k in changed]
-    parts = [s["norm"], s["size"], f"{s['layers']}x{s['dim']}", f"lr{s['lr']:g}", f"s{s['seed']}"]
-    name = "-".join(parts + extra)
-    return "".join(ch if ch.isalnum() or ch in "-+=." else "_" for ch in name)[:120]
+    norm = s["norm"].rpartition(":")[2]  # of a variant of one's own the class
+    parts = [norm, s["size"], f"{s['layers']}x{s['dim']}", f"lr{s['lr']:g}", f"s{s['seed']}"]
+    return short_name("-".join(parts + extra))
+
+
+def short_name(name):
+    """A name that any file system takes; a long one is cut, and ends with a hash of the whole."""
+    name = "".join(ch if ch.isalnum() or ch in "-+=.," else "_" for ch in name)
+    return (
+        name
+        if len(name) <= 120
+        else f"{name[:111]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    )
 
 
 def saved(folder):
@@ -241,6 +327,8 @@ def saved(folder):
     try:
         d = json.loads(path.read_text(encoding="utf-8"))
         s = {k: d[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
+        if isinstance(s["norm"], str) and ".py:" in s["norm"]:
+            own_variant(s["norm"])
         for name, value in s.items():
             kind = TABLE.get(name, (str,))[0]
             if name in FLAGS["Model"]:

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from conftest import assert_close, fresh, scramble, tiny, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nanonorm
-from nanonorm import head_loss
+from data import fast
+from data.fast import head_loss
 
 V, C, N = 40, 8, 23
 
@@ -35,7 +35,7 @@ def with_gradients(loss, x, w, targets):
 @pytest.mark.parametrize("rows", [1, 2, 5, 22, 23, 24, 1000])
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
 def test_value_and_gradients_are_those_of_the_plain_loss(monkeypatch, rows, dtype, tol):
-    monkeypatch.setattr(nanonorm, "LOGITS", rows * V)
+    monkeypatch.setattr(fast, "LOGITS", rows * V)
     parts = zip(with_gradients(head_loss, *inputs(dtype)), with_gradients(plain, *inputs(dtype)),
                 strict=True)  # fmt: skip
     for (got, want), what in zip(parts, ("loss", "gradient of x", "gradient of W"), strict=True):
@@ -45,7 +45,7 @@ def test_value_and_gradients_are_those_of_the_plain_loss(monkeypatch, rows, dtyp
 
 @pytest.mark.parametrize("rows", [4, 1000])
 def test_in_bfloat16_as_autocast_does_it(monkeypatch, rows):
-    monkeypatch.setattr(nanonorm, "LOGITS", rows * V)
+    monkeypatch.setattr(fast, "LOGITS", rows * V)
     with torch.autocast("cpu", torch.bfloat16):
         value, *mine = with_gradients(head_loss, *inputs())
         expected, *theirs = with_gradients(plain, *inputs())
@@ -84,7 +84,7 @@ class Largest(TorchDispatchMode):
 def test_the_whole_logits_are_never_there(monkeypatch, graded):
     config = tiny(vocab=1000, dim=8, heads=2, ffn=8, block=16)
     model, (ids, targets) = fresh(config), tokens(config, T=16, batch=10)
-    monkeypatch.setattr(nanonorm, "LOGITS", 20 * 1000)
+    monkeypatch.setattr(fast, "LOGITS", 20 * 1000)
     with Largest() as mine, torch.set_grad_enabled(graded):
         loss = model(ids, targets)
         if graded:
@@ -108,7 +108,7 @@ def test_a_model_learns_the_same(monkeypatch, norm):
     config = tiny(norm)
     grads = []
     for rows in (3, 1000):
-        monkeypatch.setattr(nanonorm, "LOGITS", rows * config.vocab)
+        monkeypatch.setattr(fast, "LOGITS", rows * config.vocab)
         model = scramble(fresh(config)).double()
         model(*tokens(config)).backward()
         grads.append([p.grad for p in model.parameters()])

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import (
     ALL_NORMS,
     NORMS,
@@ -22,17 +21,10 @@ from conftest import (
 )
 from torch._dynamo.utils import counters
 
-import nanonorm
 from nanonorm import (
-    INITS,
-    VARIANTS,
     Config,
     Transformer,
-    at_init,
-    block_grad_norms,
     fold,
-    main,
-    stream_variance,
 )
 
 # ---------------------------------------------------------------------------------------------
@@ -238,25 +230,6 @@ def test_number_of_parameters(size):
     assert model.num_params(embeddings=False) == blocks
     n = model.num_params()
     assert written == (f"{n / 1e9:.3f}B" if n > 1e9 else f"{n / 1e6:.1f}M")
-
-
-@pytest.mark.parametrize("norm", ["pre", "post+gpas"])
-def test_tap_sees_every_stream_and_changes_nothing(norm):
-    """The embedding as 0, then the stream after each block."""
-    model = scramble(fresh(tiny(norm)))
-    ids, targets = tokens(model.config)
-    want, loss = gradients(model, ids, targets), model(ids, targets)
-    seen = []
-    model.tap = lambda l, x: seen.append((l, x))
-    assert torch.equal(model(ids, targets), loss)
-    assert [l for l, _ in seen] == [0, 1, 2, 3, 4]
-    assert torch.equal(seen[0][1], model.embed(ids))
-    rope, constants = model.tables(ids.shape[1], seen[0][1])
-    for l, x in seen[1:]:
-        assert torch.equal(x, model.blocks[l - 1](seen[l - 1][1], rope, constants[l - 1]))
-    logits = model.head(model.norm(seen[-1][1]))
-    assert_close(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), loss, 1e-6)
-    assert_same(gradients(model, ids, targets), want)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -569,77 +542,6 @@ def test_fold_refuses_a_scale_of_0():
         model.gates()[2][0].fill_(1.0)
     with pytest.raises(ValueError, match="block 3"):
         fold(model)
-
-
-# ---------------------------------------------------------------------------------------------
-# Looking inside
-# ---------------------------------------------------------------------------------------------
-
-
-def test_stream_variance():
-    """The mean over tokens of the variance over features, by hand."""
-    x = torch.tensor([[[1.0, 3.0], [5.0, 5.0]], [[0.0, 4.0], [2.0, -2.0]]], requires_grad=True)
-    got = stream_variance(x)
-    assert got.item() == pytest.approx((1 + 0 + 4 + 4) / 4)
-    assert got.shape == () and not got.requires_grad
-
-
-@pytest.mark.parametrize("norm", ["pre", "post+gpas"])
-def test_block_grad_norms(norm):
-    """√ of the sum of squares of all gradients of a block; 0 before any backward."""
-    model = scramble(fresh(tiny(norm)))
-    assert block_grad_norms(model).tolist() == [0, 0, 0, 0]
-    gradients(model, *tokens(model.config))
-    want = [sum(p.grad.square().sum() for p in b.parameters()) ** 0.5 for b in model.blocks]
-    assert_close(block_grad_norms(model), torch.stack(want), 1e-6)
-
-
-def test_at_init_shows_what_each_variant_is_for():
-    """Pre-LN's variance grows with depth, LNS's less (2502.05795); Post-LN's is held at 1."""
-    variance = {}
-    for norm in ("pre", "lns", "post", "peri"):
-        variance[norm], grad = at_init(norm, layers=16, dim=32, init="fan_in")
-        assert variance[norm].shape == grad.shape == (16,)
-        assert grad.gt(0).all()
-    assert variance["pre"][-1] > 4 * variance["pre"][0]
-    assert variance["lns"][-1] < variance["pre"][-1] / 2
-    assert (variance["post"] - 1).abs().max() < 0.1
-    assert variance["peri"][-1] > 10  # two branches a block, of variance near 1 each
-
-
-def test_at_init_is_reproducible():
-    one, two, other = (at_init("pre", layers=3, dim=16, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
-    assert not torch.equal(one[0], other[0])
-
-
-def test_main_prints_every_variant_with_its_formula(capsys):
-    """The table: formula, paper and init, then the numbers of one deep model at its start."""
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for norm in NORMS:
-        rows = [line for line in lines if line.split()[:1] == [norm]]
-        assert VARIANTS[norm].formula in rows[0]
-        assert VARIANTS[norm].paper in rows[0]
-        assert VARIANTS[norm].init in rows[0].split()
-        assert all(float(cell) >= 0 for cell in rows[-1].split()[1:])
-    for init in INITS:
-        assert any(line.startswith(f"{init} ") and INITS[init].formula in line for line in lines)
-
-
-def test_main_shows_first_middle_and_last_block(capsys, monkeypatch):
-    """Their variance, then their gradient norm, as at_init gives them."""
-    depths = []
-
-    def told(norm, layers=64, **settings):
-        depths.append(layers)
-        return torch.arange(1.0, layers + 1), torch.arange(101.0, layers + 101)
-
-    monkeypatch.setattr(nanonorm, "at_init", told)
-    assert main([]) == 0
-    rows = [x for x in capsys.readouterr().out.splitlines() if x.split()[:1] == ["scaleres"]]
-    blocks = [1, depths[0] // 2, depths[0]]
-    assert [float(n) for n in rows[-1].split()[1:]] == blocks + [100 + b for b in blocks]
 
 
 def test_gain_helper_finds_each_norm():

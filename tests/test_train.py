@@ -93,6 +93,7 @@ FLAGS = {  # every setting with a value that is not its default; a new flag need
     "seed": 5,
     "eval_every": 7,
     "log_every": 3,
+    "probe_every": 4,
     "save_every": 4,
     "device": "cpu",
     "dtype": "bfloat16",
@@ -248,7 +249,7 @@ def test_the_deep_size_is_narrow():
 
 
 EFFECTIVE = [name for name in FLAGS if name not in Config.__dataclass_fields__]
-SILENT = ["eval_every", "log_every", "save_every", "checkpoint_activations"]
+SILENT = ["eval_every", "log_every", "probe_every", "save_every", "checkpoint_activations"]
 
 
 @pytest.fixture(scope="module")

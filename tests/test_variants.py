@@ -22,7 +22,7 @@ from conftest import (
     tokens,
 )
 
-from nanonorm import GATE_ACTS, PLACEMENTS, VARIANTS, Config, Transformer
+from nanonorm import GATE_ACTS, PLACEMENTS, VARIANTS, Config, Transformer, streams
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -625,9 +625,7 @@ def test_rms_is_1_after_a_block_that_ends_in_a_norm(norm):
     with torch.no_grad():
         for alpha in sum(model.gates(), []):
             alpha.fill_(-0.5)
-    seen = []
-    model.tap = lambda l, x: seen.append(x.detach().square().mean(-1).sqrt())
-    model(tokens(model.config)[0])
+    seen = streams(model, tokens(model.config)[0]).square().mean(-1).sqrt()
     for l, rms in enumerate(seen):
         ends_in_norm = l and (base in ("post", "deepnorm", "span") or (base == "mix" and l == 1))
         assert (rms - 1).abs().max().lt(1e-4) == bool(ends_in_norm) or (base == "peri" and l == 0)

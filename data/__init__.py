@@ -1,0 +1,1 @@
+"""What nanonorm's scripts share; and the texts, the vocabulary and the recorded runs."""
