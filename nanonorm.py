@@ -811,7 +811,10 @@ def visit(model, ids, stream=None, add=None, hidden=None, attend=None):
     hooks = []
 
     def hook(module, see):
-        hooks.append(module.register_forward_hook(see, with_kwargs=True))
+        def call(*args):
+            see(*args)  # what it returns would take the place of the module's output
+
+        hooks.append(module.register_forward_hook(call, with_kwargs=True))
 
     if stream:
         hook(model.embed_norm, lambda m, args, kw, x: stream(0, x))
@@ -835,6 +838,8 @@ def visit(model, ids, stream=None, add=None, hidden=None, attend=None):
     finally:
         for h in hooks:
             h.remove()
+        if hasattr(model, "reshard"):  # FSDP2: else the next update would not be seen
+            model.reshard()
 
 
 def streams(model, ids):
@@ -866,7 +871,7 @@ def angular_distances(xs):
 
 def block_influence(x, y):
     """1 − mean cos(x, y) over all positions, of a block's input and output (2403.03853)."""
-    return 1 - F.cosine_similarity(x.float(), y.float(), dim=-1).mean()
+    return (1 - F.cosine_similarity(x.double(), y.double(), dim=-1).mean()).float()
 
 
 def pair_cosines(xs):
@@ -1047,7 +1052,8 @@ def block_jacobian(model, l, x, chunk=256):
     """∂out[t, i]/∂in[s, j] of block l at one sequence x (T, C), as (T, C, T, C): exact.
 
     T·C gradients, `chunk` of them at a time: for small widths. Its mean over t of [t, :, t, :] is
-    the token-averaged Jacobian of 2502.05795 fig. 5.
+    the token-averaged Jacobian of 2502.05795 fig. 5. GPAS scales the values but not this: by its
+    stop-gradient this is the Jacobian that gradients see.
     """
     T, C = x.shape
     run, n = _eager_block(model, l, T, x), T * C

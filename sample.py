@@ -13,18 +13,29 @@ import torch
 
 from data.prepare import Parser, one_line, open_streams, tokenizer
 from data.runs import load_checkpoint
-from nanonorm import Config, Transformer
+from data.settings import own_variant
+from nanonorm import VARIANTS, Config, Transformer
 
 
-def load_run(folder):
-    """(model in eval mode, tokenizer) of a run's folder or ckpt.pt. ValueError if unreadable."""
+def load_run(folder, norm=None):
+    """(model in eval mode, tokenizer) of a run's folder or ckpt.pt. ValueError if unreadable.
+
+    norm: FILE.py:CLASS, for a run with a variant of its author's own. The file that such a
+    checkpoint names is not run unasked.
+    """
     path = Path(folder)
     state = load_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
+    own = {"norm": own_variant(norm)} if norm else {}
     try:
-        model = Transformer(Config.from_dict(state["config"]))
-        model.load_state_dict(state["model"])
+        config = state["config"] | own
+        known = ":" not in config["norm"] or config["norm"].removesuffix("+gpas") in VARIANTS
+        model = Transformer(Config.from_dict(config)) if known else None
+        if known:
+            model.load_state_dict(state["model"])
     except (RuntimeError, KeyError, TypeError, ValueError):
         raise ValueError(f"the weights in {path} do not fit the config in it") from None
+    if not known:
+        raise ValueError(f"{path} has a variant of its author's own: --norm {config['norm']}")
     return model.eval(), tokenizer(model.config.vocab)
 
 
@@ -82,6 +93,7 @@ def parse(argv):
     p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
     p.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest; 0 is off (50)")
     p.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    p.add_argument("--norm", metavar="FILE.py:CLASS", help="the run's variant, if it is your own")
     args = p.parse_args(argv)
     if args.tokens < 0 or args.top_k < 0 or not 0 <= args.seed < 2**63:
         raise ValueError("--tokens, --top-k and --seed must be at least 0")
@@ -104,7 +116,7 @@ def main(argv=None):
     try:
         args = parse(argv)
         args.prompt = as_utf8(args.prompt)
-        model, encoding = load_run(args.run)
+        model, encoding = load_run(args.run, args.norm)
     except (ValueError, OSError) as e:
         print(f"sample.py: error: {one_line(e)}", file=sys.stderr)
         return 2

@@ -18,8 +18,6 @@ if __name__ == "__main__":  # Ctrl-C while torch is loaded: an end without a tra
 
 import itertools
 import math
-import os
-import platform
 import sys
 import time
 from contextlib import closing, suppress
@@ -29,8 +27,10 @@ import torch
 
 from data.batches import evaluate, get_batch, window_starts
 from data.engine import (
+    Captured,
     Interrupts,
     World,
+    describe,
     ended_as_by_ctrl_c,
     memory_estimate,
     memory_of,
@@ -48,6 +48,7 @@ from data.runs import (
     check_state,
     checkpoint,
     lock,
+    refuse_taken,
     say,
     show_progress,
 )
@@ -55,7 +56,6 @@ from data.settings import (
     FREE_ON_RESUME,
     TABLE,
     flag,
-    idle_settings,
     parse,
     resolve,
     run_name,
@@ -179,6 +179,13 @@ def train(s, model, opt, scaler, state, data, world, record):
         with autocast:
             return world.run(to(device, ids), to(device, targets))
 
+    def forward_backward(ids, targets):
+        part = loss_of(ids, targets) / len(shares)
+        scaler.scale(part).backward()
+        return part.detach()
+
+    step_of = forward_backward
+
     def status(word, **more):
         d = {"status": word, "step": state["step"], "steps": s["steps"], "best": state["best"]}
         record.status(d | {"spikes": state["spikes"]} | more)
@@ -203,11 +210,11 @@ def train(s, model, opt, scaler, state, data, world, record):
             starts = window_starts(s["seed"], step - 1, per_step, len(train_ids), block)
             for share in shares:
                 last = share is shares[-1]
-                ids, targets = get_batch(train_ids, starts[share], block)
+                batch = [to(device, x) for x in get_batch(train_ids, starts[share], block)]
+                if s["cuda_graph"] and step_of is forward_backward:
+                    step_of = Captured(step_of, others + gates, *batch)
                 with world.forward_of(last):
-                    part = loss_of(ids, targets) / len(shares)
-                    scaler.scale(part).backward()
-                loss += part.detach()
+                    loss += step_of(*batch)
             scaler.unscale_(opt)
             loss = world.mean(loss)
             norms = [whole(total_norm([p.grad for p in part])) for part in (others, gates)]
@@ -233,7 +240,7 @@ def train(s, model, opt, scaler, state, data, world, record):
                 scaler.step(opt)
                 scaler.update()
                 state["step"] = step
-            opt.zero_grad(set_to_none=True)
+            opt.zero_grad(set_to_none=not s["cuda_graph"])
             stopping = (reading or world.size == 1) and world.any(interrupts.asked)
             if unread and stopping:
                 diverged = diverged or read()
@@ -275,7 +282,7 @@ def train(s, model, opt, scaler, state, data, world, record):
             say(f"\nsaved at step {state['step']}; go on with --resume {record.folder}")
             return 130
         if world.chief:
-            text = sample_run(record.folder, tokens=200, seed=s["seed"])
+            text = "" if record.bare else sample_run(record.folder, tokens=200, seed=s["seed"])
             record.text("sample.txt", text)
             status("finished", seconds=round(state["seconds"], 2))
             record.draw()
@@ -284,26 +291,6 @@ def train(s, model, opt, scaler, state, data, world, record):
             say(f"{text}finished: {state['seconds']:.1f} s of training, held-out {best}; "
                 f"{record.folder}")  # fmt: skip
     return 0
-
-
-def describe(model, s, meta, world):
-    """Say what is about to run, and why so."""
-    if idle := idle_settings(s, model.config):
-        say(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
-    per_step = s["batch"] * s["accum"] * s["block"]
-    passes = s["steps"] * per_step / meta["train_tokens"]
-    memory = memory_estimate(model.config, s)
-    name = torch.cuda.get_device_name() if s["device"] == "cuda" else platform.machine()
-    several = f" × {world.size} processes{', sharded' * s['shard']}" if world.launched else ""
-    say(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads){several}
-dtype    float32 parameters, {s["dtype"]} matrix products: {s["dtype_why"]}
-compile  {s["compile"]}: {s["compile_why"]}
-data     {meta["name"]}: {meta["train_tokens"]:,} training tokens, {meta["val_tokens"]:,} held out
-model    {s["norm"]}, {s["layers"]} blocks × {s["dim"]}, vocabulary {s["vocab"]:,}, init {s["init"]}
-params   {model.num_params():,}; {model.num_params(embeddings=False):,} without embedding and head
-update   {per_step:,} tokens ({s["batch"]} × block {s["block"]} × accum {s["accum"]})
-steps    {s["steps"]:,}, {passes:.1f} passes over the text
-memory   about {memory / 2**20:,.0f} MiB at the peak""")  # fmt: skip
 
 
 def new_folder(out, s):
@@ -324,18 +311,9 @@ def new_folder(out, s):
         return folder, held
 
 
-def refuse_taken(folder):
-    """ValueError if no new run can be put there: found before anything is written, if it can be."""
-    if any((folder / name).exists() for name in ("config.json", "log.csv", "ckpt.pt")):
-        raise ValueError(f"{folder} holds a run already: --resume {folder}, or another --out")
-    base = next(p for p in (folder, *folder.parents) if p.exists())
-    if not base.is_dir() or not os.access(base, os.W_OK):
-        raise ValueError(f"{folder} cannot be written: name another folder with --out")
-
-
-def build(s, config):
+def build(s, config, log=print):
     """(model drawn under the run's seed, data of its text)."""
-    data = load(prepare(s["data"], s["vocab"], block=s["block"]))
+    data = load(prepare(s["data"], s["vocab"], block=s["block"], log=log))
     torch.manual_seed(s["seed"])
     return Transformer(config).to(s["device"]), data
 
@@ -358,7 +336,7 @@ def resumed(folder, given):
     return s, config, fingerprint
 
 
-def start(size, given, out, resume, world, heading):
+def start(size, given, out, resume, world, heading, bare):
     """All that `train` needs, as the flags say. ValueError for what cannot be, nothing written."""
     folder = ckpt = None
     if resume is None:
@@ -380,7 +358,7 @@ def start(size, given, out, resume, world, heading):
         world.held = lock(folder)
     if not world.chief:  # the text is prepared once
         world.wait()
-    model, data = build(s, config)
+    model, data = build(s, config, (lambda *_: None) if heading else print)
     if world.chief:
         world.wait()
     if resume:
@@ -389,7 +367,7 @@ def start(size, given, out, resume, world, heading):
         ckpt = checkpoint(path, s, fingerprint)
     elif world.chief:
         folder, world.held = new_folder(out, s)
-    record = Record(folder, heading) if world.chief else Silence()
+    record = Record(folder, heading, bare) if world.chief else Silence()
     opt, scaler, state = ready(s, model, world, ckpt)
     record.begin(s, data[2], state["step"], ckpt and ckpt["path"])
     if not heading:
@@ -414,10 +392,10 @@ def refusal(e, record):
     return None  # a fault of ours
 
 
-def run(size, given, out, resume, heading=""):
-    """One run, new or resumed; `heading`: of a grid, whose runs say little. Returns its exit code.
+def run(size, given, out, resume, heading="", bare=False):
+    """One run, new or resumed; with a comma list among the flags, a grid. Returns the exit code.
 
-    With a comma list among the flags: the grid of runs.
+    heading: of one among many runs, which says little; bare: without pictures and sample.
     """
     record = None
     with ended_as_by_ctrl_c(), closing(World()) as world:
@@ -427,7 +405,7 @@ def run(size, given, out, resume, heading=""):
                     what = "--resume" if resume else "torchrun"
                     raise ValueError(f"a comma list makes several runs in turn: not with {what}")
                 return run_grid(size, given, out, HERE, run)
-            *parts, record = start(size, given, out, resume, world, heading)
+            *parts, record = start(size, given, out, resume, world, heading, bare)
             with closing(record):
                 return train(*parts, record)
         except KeyboardInterrupt:  # before training: later ones are handled there

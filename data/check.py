@@ -38,7 +38,7 @@ LARGE = 1000  # so many times the stream's variance grows from the first block t
 
 
 def table():
-    """Print formula, paper and init of every variant, and what each does to a deep model at init."""
+    """Print formula, paper and init of every variant, and what each does to a deep model."""
     print("Variants (f: attention or FFN, N: norm, L blocks, l = 1..L); each also as NAME+gpas:\n")
     width = max(len(v.formula) for v in VARIANTS.values())
     print(f"{'norm':<12} {'formula':<{width}} {'arXiv':<11} init")
@@ -107,7 +107,7 @@ def look(model, ids, targets, blocks):
 def trial(s, config):
     """(rows at init, rows after the updates, [loss of each], tried config) of a short training."""
     c, updates = reduced(config)
-    ids = load(prepare(s["data"], c.vocab, block=c.block))[0]
+    ids = load(prepare(s["data"], c.vocab, block=c.block, log=lambda *_: None))[0]
     torch.manual_seed(s["seed"])
     model, blocks, batch = Transformer(c), shown_blocks(c.layers), max(1, TOKENS // c.block)
     opt = torch.optim.AdamW(model.parameters(), betas=(s["beta1"], s["beta2"]), fused=True)
@@ -204,8 +204,8 @@ def as_text(d):
         lines += [f"{'':<9} {r['block']:>5} " + "".join(f"{r[c]:>13.3g}" for c in columns)
                   for r in rows]  # fmt: skip
     if d["loss"] and d["loss"][-1] is not None:
-        lines.append(f"loss      {d['loss'][0]:.3f} at the first update, {d['loss'][-1]:.3f} at the "
-                     f"last, nats")  # fmt: skip
+        first, last = d["loss"][0], d["loss"][-1]
+        lines.append(f"loss      {first:.3f} at the first update, {last:.3f} at the last, nats")
     return "\n".join([*lines, "", *(f"verdict   {why}" for why in d["verdict"])])
 
 

@@ -6,6 +6,7 @@ their number changes neither what is learned nor any setting.
 
 import math
 import os
+import platform
 import signal
 import sys
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from data.fast import LOGITS
+from data.runs import say
+from data.settings import idle_settings
 
 
 class World:
@@ -38,6 +41,9 @@ class World:
         self.device = torch.device(device, self.local) if device == "cuda" else torch.device(device)
         if device == "cuda":
             torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("high")  # TF32, for what autocast leaves in float32
+        if s["cuda_graph"] and (device != "cuda" or s["dtype"] == "float16" or self.launched):
+            raise ValueError("--cuda-graph is for one process on a CUDA device, not in float16")
         if self.launched:
             dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
@@ -141,8 +147,40 @@ class Interrupts:
             signal.signal(sig, handler)
 
 
+class Captured:
+    """Forward and backward of one batch as a CUDA graph: one launch instead of thousands.
+
+    It adds to the gradients that are there, as the eager way does; so they must stay the same
+    tensors: set to zero, never dropped.
+    """
+
+    def __init__(self, forward_backward, params, *batch):
+        self.batch = [x.clone() for x in batch]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is made at the first calls only must not be captured
+            for _ in range(3):
+                forward_backward(*self.batch)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = forward_backward(*self.batch)
+        for p in params:
+            p.grad.zero_()
+
+    def __call__(self, *batch):
+        for mine, given in zip(self.batch, batch, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return self.loss.clone()
+
+
 def to(device, x):
     """A batch on the device; a GPU goes on working while it is copied."""
+    if x.device.type == device.type:
+        return x
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -207,3 +245,23 @@ def memory_of(device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return math.inf
+
+
+def describe(model, s, meta, world):
+    """Say what is about to run, and why so."""
+    if idle := idle_settings(s, model.config):
+        say(f"note     no effect with {s['norm']}, init {s['init']}: {', '.join(idle)}")
+    per_step = s["batch"] * s["accum"] * s["block"]
+    passes = s["steps"] * per_step / meta["train_tokens"]
+    memory = memory_estimate(model.config, s)
+    name = torch.cuda.get_device_name() if s["device"] == "cuda" else platform.machine()
+    several = f" × {world.size} processes{', sharded' * s['shard']}" if world.launched else ""
+    say(f"""device   {s["device"]} ({name}, {torch.get_num_threads()} threads){several}
+dtype    float32 parameters, {s["dtype"]} matrix products: {s["dtype_why"]}
+compile  {s["compile"]}: {s["compile_why"]}
+data     {meta["name"]}: {meta["train_tokens"]:,} training tokens, {meta["val_tokens"]:,} held out
+model    {s["norm"]}, {s["layers"]} blocks × {s["dim"]}, vocabulary {s["vocab"]:,}, init {s["init"]}
+params   {model.num_params():,}; {model.num_params(embeddings=False):,} without embedding and head
+update   {per_step:,} tokens ({s["batch"]} × block {s["block"]} × accum {s["accum"]})
+steps    {s["steps"]:,}, {passes:.1f} passes over the text
+memory   about {memory / 2**20:,.0f} MiB at the peak""")  # fmt: skip

@@ -66,14 +66,43 @@ def label_lines(ax, ends):
                     annotation_clip=False)  # fmt: skip
 
 
-def by_depth(ax, lines, ylabel, xlabel="block", log=True, labels=None):
-    """Draw {norm: values of block 1..L}, each in its colour and with its name at its end."""
-    ends = []
+def by_depth(ax, lines, ylabel, xlabel="block", log=True):
+    """Draw {name: values of block 1..L, or (seeds, L)}, each with its name at its end.
+
+    A name starts with its variant, which gives the colour. Of several seeds: their mean, and a band
+    of one standard error.
+    """
+    ends, used = [], {}
     for name, values in lines.items():
-        y = np.asarray(values, float)
-        x = np.arange(1, len(y) + 1)
+        y = np.atleast_2d(np.asarray(values, float))
+        x, mean = np.arange(1, y.shape[1] + 1), y.mean(0)
         look = style(name.split(" ")[0])
-        ax.plot(x, y, **look | {"marker": None})
-        ends.append((x[-1], y[-1], (labels or {}).get(name, shown(name)), look["color"]))
+        used[look["color"]] = used.get(look["color"], -1) + 1
+        dash = (
+            ("-", "--", ":", "-.")[used[look["color"]] % 4] if used[look["color"]] else look["ls"]
+        )
+        ax.plot(x, mean, color=look["color"], ls=dash, lw=1.4)
+        if len(y) > 1:
+            se = y.std(0, ddof=1) / len(y) ** 0.5
+            ax.fill_between(x, mean - se, mean + se, color=look["color"], alpha=0.2, lw=0)
+        ends.append((x[-1], mean[-1], name, look["color"]))
     ax.set(xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
     label_lines(ax, ends)
+
+
+def arms(ax, values, xlabel):
+    """{name: [a value for each seed]} as dots, with mean and standard error, one row each."""
+    for i, (name, v) in enumerate(reversed(values.items())):
+        v, color = np.asarray(v, float), style(name.split(" ")[0])["color"]
+        ax.plot(v, [i] * len(v), ".", color=color, alpha=0.5)
+        se = v.std(ddof=1) / len(v) ** 0.5 if len(v) > 1 else 0
+        ax.errorbar(v.mean(), i, xerr=se, capsize=3, marker="o", ms=4, color=color)
+    ax.set_yticks(range(len(values)), [*reversed(values)])
+    ax.set_xlabel(xlabel)
+
+
+def heat(ax, values, xlabel, ylabel, what, **options):
+    """A matrix as a heat map with its scale; row and column 0 at the lower left."""
+    image = ax.imshow(values, origin="lower", aspect="auto", cmap="cividis", **options)
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    ax.figure.colorbar(image, ax=ax, label=what)

@@ -213,7 +213,7 @@ def summarize(runs):
         alive = [lr for lr in by_lr if math.isfinite(mean[lr][0])]
         best = min(alive, key=lambda lr: (lost[lr], mean[lr][0]), default=None)
         mine = {r["seed"]: r["val_bpb"] for r in by_lr.get(best, [])}
-        baseline = baseline or mine
+        baseline = mine if baseline is None else baseline  # none of pre's: nobody is ahead of it
         ahead = mean_of([baseline[s] - mine[s] for s in mine if s in baseline])
         for lr in sorted(by_lr):
             edge = "" if len(by_lr) == 1 else {min(by_lr): "lowest", max(by_lr): "highest"}.get(lr)

@@ -186,6 +186,15 @@ def lock(folder):
     return f
 
 
+def refuse_taken(folder):
+    """ValueError if no new run can be put there: found before anything is written, if it can be."""
+    if any((folder / name).exists() for name in ("config.json", "log.csv", "ckpt.pt")):
+        raise ValueError(f"{folder} holds a run already: --resume {folder}, or another --out")
+    base = next(p for p in (folder, *folder.parents) if p.exists())
+    if not base.is_dir() or not os.access(base, os.W_OK):
+        raise ValueError(f"{folder} cannot be written: name another folder with --out")
+
+
 def say(text, end="\n"):
     """Print; a reader that has gone (a closed terminal, `| head`) must not end the run."""
     try:
@@ -271,8 +280,8 @@ def plot(folder):
 class Record:
     """What a run writes into its folder, from its beginning to its end."""
 
-    def __init__(self, folder, heading=""):
-        self.folder, self.heading, self.tables = folder, heading, []
+    def __init__(self, folder, heading="", bare=False):
+        self.folder, self.heading, self.bare, self.tables = folder, heading, bare, []
 
     def begin(self, s, meta, step, ckpt):
         """Write config.json and open the tables; `ckpt` takes the place of a damaged ckpt.pt."""
@@ -304,6 +313,8 @@ class Record:
 
     def draw(self):
         """Both pictures; a run does not fail for want of one."""
+        if self.bare:
+            return
         try:
             plot(self.folder)
         except Exception as e:

@@ -45,6 +45,7 @@ FLAGS = {
         "device": (("auto", "cpu", "cuda", "mps"), "where to run"),
         "dtype": (("auto", "float32", "bfloat16", "float16"), "type of the matrix products"),
         "compile": (("auto", "on", "off"), "torch.compile the blocks"),
+        "cuda_graph": (bool, "one CUDA graph a forward and backward: for deep, narrow models"),
         "checkpoint_activations": (bool, "recompute each block in the backward to save memory"),
         "shard": (bool, "share weights and moments out (FSDP2) among torchrun's processes"),
     },
@@ -55,7 +56,7 @@ DEFAULTS = {f.name: f.default for f in fields(Config)} | {
     "data": "shakespeare", "accum": 1, "warmup": None, "min_lr": None, "weight_decay": 0.1,
     "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "gate_clip": 0.0, "seed": 0, "eval_every": 250,
     "log_every": 20, "probe_every": 20, "save_every": 250, "device": "auto", "dtype": "auto",
-    "compile": "auto", "checkpoint_activations": False, "shard": False,
+    "compile": "auto", "cuda_graph": False, "checkpoint_activations": False, "shard": False,
 }  # fmt: skip
 
 # The papers' recipe (2506.22049, 2502.05795): 512 sequences of 256 tokens an update, Adam without

@@ -207,6 +207,38 @@ def checkout(tmp_path_factory):
 def pytest_addoption(parser):
     text = "20 kills in every mode, 5,000 command lines, every text: half an hour"
     parser.addoption("--thorough", action="store_true", help=text)
+    parser.addoption("--answer", metavar="FILE", help="your answers, for tests/test_exercises.py")
+    text = "a variant of your own: every test that any variant must pass, for it alone"
+    parser.addoption("--variant", metavar="FILE.py:CLASS", help=text)
+
+
+def pytest_configure(config):
+    """Before the tests are collected, so that a variant of one's own is in the lists they use."""
+    config.own = None
+    if text := config.getoption("--variant"):
+        from data.settings import own_variant
+
+        try:
+            config.own = own_variant(text)
+        except ValueError as e:
+            raise pytest.UsageError(f"--variant {e}") from None
+        NORMS.append(config.own)
+        ALL_NORMS.extend([config.own, f"{config.own}+gpas"])
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --variant only what is about it."""
+    if config.own:
+        mine = {config.own, f"{config.own}+gpas"}
+        of = lambda item: getattr(item, "callspec", None) and item.callspec.params.values()
+        kept = [i for i in items if any(v in mine for v in of(i) or () if isinstance(v, str))]
+        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+        items[:] = kept
+
+
+def is_own(norm):
+    """Is it a variant from a file of its author's, with --variant?"""
+    return ":" in norm
 
 
 @pytest.fixture(scope="session")

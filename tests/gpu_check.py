@@ -110,6 +110,24 @@ def depths(table, left):
             del model, step
 
 
+def graphs(table, left):
+    """A deep, narrow model's updates with and without `--cuda-graph`, through train.py itself."""
+    for how in ("--no-cuda-graph", "--cuda-graph"):
+        with tempfile.TemporaryDirectory() as out:
+            flags = f"--size deep --layers 128 --norm span --steps 40 --compile off {how}"
+            table[f"40 updates of deep, 128 layers, {how}"] = trained(flags, out, left())
+
+
+def trained(flags, out, limit):
+    """What train.py says of a run on the shipped text."""
+    command = [sys.executable, str(ROOT / "train.py"), *flags.split(), "--out", f"{out}/run"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=limit)
+    path = Path(out) / "run" / "status.json"
+    status = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {"exit": done.returncode, "seconds": status.get("seconds"), "best": status.get("best"),
+            "errors": done.stderr[-300:]}  # fmt: skip
+
+
 def runs(table, left):
     for norm in ("pre", "gpas", "lns", "span"):
         if left() < 40:
@@ -117,15 +135,8 @@ def runs(table, left):
             continue
         with tempfile.TemporaryDirectory() as out:
             flags = "--size 71m --steps 300 --batch 64 --accum 1 --eval-every 150 --save-every 300"
-            command = [sys.executable, str(ROOT / "train.py"), *flags.split(), "--norm", norm,
-                       "--data", "shakespeare", "--out", f"{out}/run"]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=left())
-            path = Path(out) / "run" / "status.json"
-            status = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        table[f"300 updates of 71m, {norm}"] = {
-            "exit": done.returncode, "seconds": status.get("seconds"), "best": status.get("best"),
-            "errors": done.stderr[-300:],
-        }  # fmt: skip
+            done = trained(f"{flags} --norm {norm} --data shakespeare", out, left())
+        table[f"300 updates of 71m, {norm}"] = done
         print(norm, table[f"300 updates of 71m, {norm}"], flush=True)
 
 
@@ -141,8 +152,8 @@ def main(argv=None):
     started, table = time.monotonic(), {}
     left = lambda: BUDGET - (time.monotonic() - started)
     table |= where(torch.cuda.get_device_name()) | {"command": "python tests/gpu_check.py"}
-    torch.backends.cuda.matmul.allow_tf32 = True
-    for part in (gpu_tests, variants, depths, runs):
+    torch.set_float32_matmul_precision("high")  # as train.py has it
+    for part in (gpu_tests, graphs, variants, depths, runs):
         try:
             part(table) if part is gpu_tests else part(table, left)
         except Exception as e:  # what was measured is kept, and the rest tried

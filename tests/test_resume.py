@@ -28,7 +28,7 @@ import train
 # ---- Interrupting and resuming ------------------------------------------------------------------
 
 
-LONG = ["--steps=12", "--log-every=2", "--eval-every=3", "--save-every=4"]
+LONG = ["--steps=12", "--log-every=2", "--probe-every=2", "--eval-every=3", "--save-every=4"]
 RESUMED = {
     "pre": [],
     "gpas, accumulated": ["--norm=gpas", "--accum=2", "--gate-clip=0.01"],

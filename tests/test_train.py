@@ -100,6 +100,7 @@ FLAGS = {  # every setting with a value that is not its default; a new flag need
     "compile": "on",
     "checkpoint_activations": True,
     "shard": True,
+    "cuda_graph": True,
 }
 
 
@@ -266,7 +267,7 @@ def same_weights(one, two):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in EFFECTIVE if n not in (*SILENT, "device", "compile", "shard")]
+    "name", [n for n in EFFECTIVE if n not in (*SILENT, "device", "compile", "shard", "cuda_graph")]
 )
 def test_no_training_setting_is_dead(name, fit, plain, place):
     """Changed alone, it changes the weights that a run ends with."""
@@ -572,7 +573,7 @@ def test_parameters_stay_in_float32_and_every_gain_moves_under_bfloat16(fit, wat
 
 # ---- The run's folder ---------------------------------------------------------------------------
 
-FINISHED = "--norm=gpas --steps=12 --log-every=5 --eval-every=4 --save-every=5".split()
+FINISHED = "--norm=gpas --steps=12 --log-every=5 --probe-every=5 --eval-every=4 --save-every=5".split()
 
 
 @pytest.fixture(scope="module")
@@ -609,7 +610,7 @@ def test_log_has_the_promised_columns_and_rows(finished):
         assert float(rows[i]["tok_per_s"]) == pytest.approx(rate, rel=0.01)
 
 
-def test_layers_has_a_row_for_every_logged_step_and_block(finished):
+def test_layers_has_a_row_for_every_probed_step_and_block(finished):
     rows = finished.rows("layers.csv")
     assert [*rows[0]][:4] == ["step", "block", "variance", "grad_norm"]
     steps = {int(row["step"]) for row in rows}
@@ -648,13 +649,13 @@ def test_the_columns_of_a_block_are_its_variance_and_its_whole_gradient(fit, wat
     model = Transformer(Config.from_dict(run.ckpt["config"]))
     model.load_state_dict(watch.start)
     variance = []
+    for ids, targets, _ in watch.forwards:
+        (model(ids, targets) / len(watch.forwards)).backward()
     for block in model.blocks:
         block.register_forward_hook(
             lambda block, args, x: variance.append(x.detach().var(-1, unbiased=False).mean().item())
         )
-    for ids, targets, _ in watch.forwards:
-        variance.clear()
-        (model(ids, targets) / len(watch.forwards)).backward()
+    model(torch.cat([ids for ids, *_ in watch.forwards]))  # few enough to be looked at in one
     rows = run.rows("layers.csv")
     assert floats(rows, "variance") == pytest.approx(variance, rel=1e-4)
     norms = [total(p.grad for p in block.parameters()) for block in model.blocks]
@@ -885,7 +886,7 @@ def test_the_default_folder_is_beside_the_script_and_gets_a_number_when_taken(
 def test_the_name_of_a_run_tells_settings_apart():
     base = ["--device=cpu", "--compile=off", "--heads=2"]
     names = {settings.run_name(resolved(*base)[0])}
-    telling = [n for n in FLAGS if n not in (*SILENT, "shard")]
+    telling = [n for n in FLAGS if n not in (*SILENT, "shard", "cuda_graph")]
     for name in set(telling) - {"ffn", "warmup", "min_lr", "device", "dtype", "compile"}:
         value = FLAGS[name]
         given = flag(name) if value is True else f"{flag(name)}={value}"
