@@ -17,7 +17,7 @@ import nanonorm
 from data.batches import get_batch, window_starts
 from data.engine import memory_estimate
 from data.prepare import Parser, load, one_line, open_streams, prepare
-from data.settings import BLOCK_S, PRODUCT_S, add_flags, given_flags, resolve
+from data.settings import BLOCK_S, PRODUCT_S, add_flags, flag, given_flags, resolve
 from nanonorm import (
     INITS,
     VARIANTS,
@@ -136,7 +136,8 @@ def verdicts(start, after, L):
     Three signs, each with its number: gradients that differ, deep blocks that do nothing, a stream
     that grows. Not bad: the one verdict is that it is sound.
     """
-    if not after:
+    numbers = [v for r in (*start, *after) for v in r.values()]
+    if not after or not all(map(math.isfinite, numbers)):
         return [(True, "the loss or a gradient is not finite within the first updates")]
     found = []
     for when, rows in (("at init", start), ("after the updates", after)):
@@ -178,10 +179,19 @@ def report(s, config):
                   "block": tried.block, "reduced": tried.dim < config.dim,
                   "updates": len(losses), "lr": s["lr"], "data": s["data"], "seed": s["seed"]},
         "at_init": start, "after": after,
-        "loss": [x if math.isfinite(x) else None for x in losses],
+        "loss": losses,
         "bad": any(bad for bad, _ in found), "verdict": [why for _, why in found],
         "seconds": round(time.perf_counter() - started, 1),
     }  # fmt: skip
+
+
+def finite(x):
+    """x with null, which JSON has, for numbers that it has not."""
+    if isinstance(x, dict):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def as_text(d):
@@ -203,7 +213,7 @@ def as_text(d):
         lines.append(f"{what:<9} block " + "".join(f"{n:>13}" for n in names))
         lines += [f"{'':<9} {r['block']:>5} " + "".join(f"{r[c]:>13.3g}" for c in columns)
                   for r in rows]  # fmt: skip
-    if d["loss"] and d["loss"][-1] is not None:
+    if d["loss"]:
         first, last = d["loss"][0], d["loss"][-1]
         lines.append(f"loss      {first:.3f} at the first update, {last:.3f} at the last, nats")
     return "\n".join([*lines, "", *(f"verdict   {why}" for why in d["verdict"])])
@@ -223,10 +233,10 @@ def main(argv=None):
             table()
             return 0
         if several := [k for k, v in given.items() if isinstance(v, list)]:
-            raise ValueError(f"--{several[0]} takes one value here")
+            raise ValueError(f"{flag(several[0])} takes one value here")
         s, config = resolve(args.size, given)
         d = report(s, config)
-        print(json.dumps(d, indent=1) if args.json else as_text(d))
+        print(json.dumps(finite(d), indent=1) if args.json else as_text(d))
         return 0
     except (ValueError, OSError) as e:
         print(f"nanonorm.py: error: {one_line(e)}", file=sys.stderr)

@@ -135,7 +135,10 @@ class Interrupts:
         self.old = {sig: signal.signal(sig, self.ask) for sig in signals}
         return self
 
+    pressed = False  # by whom, of all runs of this process: a grid stops after its run
+
     def ask(self, *_):
+        Interrupts.pressed = True
         if self.asked:
             os._exit(130)  # files are replaced as a whole: none can be left half written
         self.asked = True

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.engine import Interrupts
 from data.figures import label_lines, pyplot, shown, style
+from data.prepare import read_source
 from data.runs import lock, say, write_atomically
 from data.settings import (
     FREE_ON_RESUME,
@@ -69,8 +71,8 @@ def state_of(folder, s):
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         status = json.loads((folder / "status.json").read_text(encoding="utf-8"))["status"]
-    except FileNotFoundError:
-        status = None
+    except FileNotFoundError:  # killed before it could say anything, or never begun
+        status = "running" if (folder / "config.json").exists() else None
     except (OSError, ValueError, LookupError, TypeError):
         raise ValueError(f"{folder} is damaged: delete it, and it is made again") from None
     else:
@@ -98,6 +100,9 @@ def run_grid(size, given, out, home, run):
     folder = Path(out) if out else home / "runs" / name
     if any((folder / f).exists() for f in ("config.json", "ckpt.pt")):
         raise ValueError(f"{folder} holds a run: name another folder for the grid with --out")
+    for data in {s["data"] for *_, s in runs} - {"c4"}:
+        read_source([data])  # all texts are there, before the first run
+    Interrupts.pressed = False
     states = [state_of(folder / name, s) for name, _, s in runs]
     ready, total = sum(st in OUTCOMES for st in states), len(runs)
     say(f"grid     {total} runs in {folder}" + (f", {ready} there already" if ready else ""))
@@ -122,6 +127,8 @@ def run_grid(size, given, out, home, run):
             code = run(size, flags, str(folder / name), None, heading)
         if code == 2 and state_of(folder / name, s) == "busy":
             continue  # the other process was first
+        if code in (0, 3) and Interrupts.pressed and i + 1 < total:
+            code = 130  # pressed in its last update: the run is finished, the grid is not
         if code in (0, 3):
             spent += cost[i]
             scale = (time.perf_counter() - started) / spent
@@ -177,8 +184,15 @@ def read_runs(folder):
 
 def telling(runs):
     """The settings besides lr and seed that differ between the runs: what is compared."""
-    differ = [k for k in TABLE if len({str(r.get(k)) for r in runs}) > 1
-              and k not in ("lr", "seed", *FOLLOWS)]  # fmt: skip
+    several = [k for k in TABLE if len({str(r.get(k)) for r in runs}) > 1]
+    differ = [k for k in several if k not in ("lr", "seed", *FOLLOWS)]
+    for k in several:  # what can follow from other settings counts where nothing else differs
+        if k in FOLLOWS and k not in FREE_ON_RESUME:
+            groups = {}
+            for r in runs:
+                key = tuple(str(r.get(q)) for q in (*differ, "lr", "seed"))
+                groups.setdefault(key, set()).add(str(r.get(k)))
+            differ += [k] if max(map(len, groups.values())) > 1 else []
     return sorted(differ, key=lambda k: k != "norm") or ["norm"]
 
 
@@ -273,7 +287,7 @@ def as_text(rows):
     for r in best:
         edge = f" ({r['edge']} tried)" if r["edge"] else ""
         lost = sum(q["diverged"] for q in rows if q["name"] == r["name"])
-        ahead = pm(r["ahead"], r["ahead_se"], "+") if r["ahead"] is not None else ""
+        ahead = pm(r["ahead"], r["ahead_se"], "+") if math.isfinite(r["ahead"]) else ""
         lines.append(f"{r['name']:<{width}}  {r['lr']:<7g}  {pm(r['val_bpb'], r['se']):<28}  "
                      f"{ahead:<18}  {lost}{edge}")  # fmt: skip
     dead = {r["name"] for r in rows} - {r["name"] for r in best}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from data.prepare import NAMES, Parser
-from nanonorm import VARIANTS, Block, Config, Transformer, one_of
+from nanonorm import VARIANTS, Block, Config, Transformer, one_of, visit
 
 # name: (type or choices, help, smallest, largest); Config has the model's types, help and ranges
 FLAGS = {
@@ -169,13 +169,15 @@ def typed(name, text):
 def own_variant(text):
     """Make the class of FILE.py:CLASS (or FILE.py:CLASS+gpas) a variant; its name, path absolute.
 
-    ValueError, in one line, if the file has no such Block, or a small model of it does not run.
+    ValueError, in one line, if the file has no such Block, or a small model of it does not train.
     """
     file, _, rest = text.rpartition(":")
     kind, plus, extra = rest.partition("+")
     name = f"{os.path.abspath(file)}:{kind}"
     if name not in VARIANTS:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        if spec is None:
+            raise ValueError(f"{file} is no Python file: --norm FILE.py:CLASS")
         module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -191,14 +193,28 @@ def own_variant(text):
                 setattr(found, what, value)
         VARIANTS[name] = found
         try:
-            with torch.random.fork_rng(devices=[]):
-                ids = torch.zeros(1, 4, dtype=torch.int64)
-                shape = dict(layers=2, dim=8, heads=2, vocab=4, block=4)
-                Transformer(Config(norm=name, **shape))(ids, ids).backward()
+            try_out(Config(norm=name, layers=2, dim=8, heads=2, vocab=4, block=4))
         except Exception as e:
             del VARIANTS[name]
             raise ValueError(f"{file}, {kind} does not run: {fault_of(e, file)}") from None
     return name + plus + extra
+
+
+def try_out(config):
+    """Raise something unless a model of this config can be trained and looked into."""
+    with torch.random.fork_rng(devices=[]):
+        ids, model = torch.arange(8).view(2, 4) % 4, Transformer(config)
+        loss = model(ids, ids)
+        loss.backward()
+        if not loss.isfinite():
+            raise ValueError("its loss is not finite")
+        idle = [name for name, p in model.named_parameters() if p.grad is None]
+        if idle:
+            raise ValueError(f"{idle[0]} gets no gradient: use it, or leave it out of `norms`")
+        sums = []
+        visit(model, ids, add=lambda *_: sums.append(1))
+        if len(sums) != 2 * config.layers:
+            raise ValueError("its sums must be made with s.add: GPAS and the probes sit there")
 
 
 def fault_of(e, file):

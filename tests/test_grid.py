@@ -255,7 +255,6 @@ def test_a_grid_that_is_interrupted_goes_on_with_the_same_command(grid, made, up
     assert count.count == 48 - update  # none is made twice
 
 
-@pytest.mark.xfail(strict=True, reason="the run is finished, and the next one is begun")
 def test_a_grid_that_is_interrupted_in_the_last_update_of_a_run_stops_there(grid):
     with At(6, press_ctrl_c):
         broken = grid("--seed=0,1,2")
@@ -286,7 +285,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(grid, made, tmp_pa
     assert_same_grid(grid(*MADE, out=tmp_path / "grid"), made)
 
 
-@pytest.mark.xfail(strict=True, reason="a folder with config.json and without status.json is new")
 def test_a_run_killed_before_its_first_status_begins_anew(grid, tmp_path, monkeypatch):
     def die(record, d):
         raise Killed
@@ -542,7 +540,6 @@ def test_where_pre_always_diverged_nobody_is_ahead_of_it():
         assert row["ahead_se"] is None
 
 
-@pytest.mark.xfail(strict=True, reason="it says +nan")
 @pytest.mark.parametrize("pre", [(0, None), (1, 2.0)], ids=["pre diverged", "other seeds"])
 def test_where_there_is_nothing_to_compare_none_is_said_to_be_ahead(pre):
     rows = grids.summarize([run_of("pre", 0.1, *pre), run_of("lns", 0.1, 0, 1.5)])
@@ -569,7 +566,6 @@ def test_gpas_is_named_as_people_say():
     assert [*best_of(grids.summarize([run_of("pre+gpas", 0.1, 0, 2.0)]))] == ["gpas"]
 
 
-@pytest.mark.xfail(strict=True, reason="settings that can follow from others are never compared")
 @pytest.mark.parametrize("flag", ["--warmup=0,2", "--min-lr=0,0.005", "--dtype=float32,bfloat16"])
 def test_values_that_are_swept_are_compared_and_not_taken_for_seeds(grid, flag):
     rows = grid(flag).rows("summary.csv")
@@ -696,7 +692,6 @@ def test_bad_lists_are_one_line_and_nothing_is_written(refused, flags, words):
     refused(flags, *words, data="--data" not in flags)
 
 
-@pytest.mark.xfail(strict=True, reason="the first text is trained on before the second is read")
 @pytest.mark.parametrize("second", ["", "nothing.txt"])
 def test_a_text_that_is_not_there_is_found_before_the_first_run(refused, tmp_path, second):
     refused(f"--data {{place}}/text.txt,{second} --out {tmp_path / 'grid'}", data=False)

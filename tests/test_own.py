@@ -334,7 +334,6 @@ MORE = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="the small trial does not see it; training does")
 @pytest.mark.parametrize("rule", MORE.values(), ids=MORE)
 def test_a_rule_that_cannot_be_trained_is_refused(refused, tmp_path, rule):
     """Every parameter must get a gradient, the probes must run, for more sequences than one."""
@@ -343,15 +342,15 @@ def test_a_rule_that_cannot_be_trained_is_refused(refused, tmp_path, rule):
     refused(tmp_path / "slip.py:MyNorm", "slip.py", "MyNorm")
 
 
-@pytest.mark.xfail(strict=True, reason="with two colons the file is none that Python can load")
 def test_a_second_colon_is_refused(refused, own):
     refused(f"{own}:MyNorm:MyNorm", "my_norm.py")
 
 
-@pytest.mark.xfail(strict=True, reason="sample.py does not load the file that config.json names")
 def test_a_sample_can_be_drawn_in_another_process(fit, own, new_process, capsys):
     import sample
 
     run = fit(f"--norm={own}:MyNorm")
     new_process()
-    assert sample.main([str(run.folder), "--tokens=3"]) == 0
+    assert sample.main([str(run.folder), "--tokens=3"]) == 2  # no file runs unasked
+    assert f"--norm {own}:MyNorm" in capsys.readouterr().err
+    assert sample.main([str(run.folder), "--tokens=3", f"--norm={own}:MyNorm"]) == 0

@@ -573,7 +573,8 @@ def test_parameters_stay_in_float32_and_every_gain_moves_under_bfloat16(fit, wat
 
 # ---- The run's folder ---------------------------------------------------------------------------
 
-FINISHED = "--norm=gpas --steps=12 --log-every=5 --probe-every=5 --eval-every=4 --save-every=5".split()
+FINISHED = ["--norm=gpas", "--steps=12", "--log-every=5", "--probe-every=5", "--eval-every=4"]
+FINISHED += ["--save-every=5"]
 
 
 @pytest.fixture(scope="module")
