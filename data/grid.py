@@ -66,8 +66,11 @@ def plan(size, given, home):
     return short_name("-".join(["grid", size or "tiny", *said])), runs
 
 
-def state_of(folder, s):
-    """finished, diverged, stopped (can go on), new, or busy. ValueError for another run there."""
+def state_of(folder, s, flags=None):
+    """finished, diverged, stopped (can go on), new, or busy. ValueError for another run there.
+
+    flags: those given, of which device, dtype and compile count unless they are auto.
+    """
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         status = json.loads((folder / "status.json").read_text(encoding="utf-8"))["status"]
@@ -76,8 +79,9 @@ def state_of(folder, s):
     except (OSError, ValueError, LookupError, TypeError):
         raise ValueError(f"{folder} is damaged: delete it, and it is made again") from None
     else:
+        free = [k for k in ("device", "dtype", "compile") if (flags or {}).get(k, "auto") == "auto"]
         differs = [k for k in TABLE if k in found and found[k] != s[k] and k not in
-                   ("device", "dtype", "compile", "data", *FREE_ON_RESUME)]  # fmt: skip
+                   (*free, *FREE_ON_RESUME)]  # fmt: skip
         if differs:
             raise ValueError(f"{folder} is a run of another {flag(differs[0])}")
         if status in OUTCOMES:
@@ -90,6 +94,12 @@ def state_of(folder, s):
     return "stopped" if status else "new"
 
 
+def clear(folder):
+    """Remove what a run left that ended before its first checkpoint: it is made anew."""
+    for name in ("config.json", "log.csv", "layers.csv", "status.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def run_grid(size, given, out, home, run):
     """Make every run of the grid with run(size, flags, folder, resume, heading) → exit code.
 
@@ -100,10 +110,11 @@ def run_grid(size, given, out, home, run):
     folder = Path(out) if out else home / "runs" / name
     if any((folder / f).exists() for f in ("config.json", "ckpt.pt")):
         raise ValueError(f"{folder} holds a run: name another folder for the grid with --out")
-    for data in {s["data"] for *_, s in runs} - {"c4"}:
-        read_source([data])  # all texts are there, before the first run
+    for data in dict.fromkeys(s["data"] for *_, s in runs):
+        if data != "c4":
+            read_source([data])  # all texts are there, before the first run
     Interrupts.pressed = False
-    states = [state_of(folder / name, s) for name, _, s in runs]
+    states = [state_of(folder / name, s, flags) for name, flags, s in runs]
     ready, total = sum(st in OUTCOMES for st in states), len(runs)
     say(f"grid     {total} runs in {folder}" + (f", {ready} there already" if ready else ""))
     first = runs[0][1]
@@ -121,6 +132,9 @@ def run_grid(size, given, out, home, run):
         what = " ".join(f"{k}={s[k]}" for k in swept)
         heading = f"run {i + 1}/{total}  {what}  about {clock(left)} left"
         say(heading)
+        if state == "stopped" and not any((folder / name).glob("ckpt*.pt")):
+            clear(folder / name)
+            state = "new"
         if state == "stopped":
             code = run(None, {}, None, str(folder / name), heading)
         else:
@@ -207,10 +221,11 @@ def summarize(runs):
     """[one dict for each compared thing and learning rate], the best learning rate of each marked.
 
     n: finished seeds; diverged: the others; val_bpb: their mean, se: its standard error (None of
-    one seed). best: 1 at the lowest mean among the rates where fewest diverge; edge: that rate is
-    the lowest or highest tried, so a better one may lie outside. ahead, ahead_se: the loss of the
-    first one (pre, if there) minus this one's, seed by seed, each at its own best rate: above 0
-    this one is better.
+    one seed). best: 1 at the lowest mean, over the seeds that all rates have, among the rates where
+    the smallest share diverges; edge: that rate is the lowest or highest tried, so a better one may
+    lie outside. ahead, ahead_se: the loss of the
+    first norm (pre, if there) of the same other settings minus this one's, seed by seed, each at
+    its own best rate: above 0 this one is better.
     """
     keys, rows, groups = telling(runs), [], {}
     for r in runs:
@@ -219,15 +234,20 @@ def summarize(runs):
     place = lambda v: (
         (norms.index(v), "") if v in norms else (v if type(v) in (int, float) else 99, str(v))
     )
-    order, baseline = sorted(groups, key=lambda key: [*map(place, key)]), None
-    for key in order:
+    baselines = {}
+    for key in sorted(groups, key=lambda key: [*map(place, key)]):
         by_lr = groups[key]
         mean = {lr: mean_of([r["val_bpb"] for r in rs]) for lr, rs in by_lr.items()}
         lost = {lr: sum(r["status"] == "diverged" for r in rs) for lr, rs in by_lr.items()}
         alive = [lr for lr in by_lr if math.isfinite(mean[lr][0])]
-        best = min(alive, key=lambda lr: (lost[lr], mean[lr][0]), default=None)
+        # a rate that only some seeds were run at is judged by the seeds that all rates have
+        shared = set.intersection(*({r["seed"] for r in rs} for rs in by_lr.values()))
+        score = {lr: mean_of([r["val_bpb"] for r in by_lr[lr] if r["seed"] in shared or not shared])
+                 for lr in alive}  # fmt: skip
+        best = min(alive, key=lambda lr: (lost[lr] / len(by_lr[lr]), score[lr][0]), default=None)
         mine = {r["seed"]: r["val_bpb"] for r in by_lr.get(best, [])}
-        baseline = mine if baseline is None else baseline  # none of pre's: nobody is ahead of it
+        # the first of the same init, depth, …; if all of its runs diverged, nobody is ahead of it
+        baseline = baselines.setdefault(key[1:] if keys[0] == "norm" else (), mine)
         ahead = mean_of([baseline[s] - mine[s] for s in mine if s in baseline])
         for lr in sorted(by_lr):
             edge = "" if len(by_lr) == 1 else {min(by_lr): "lowest", max(by_lr): "highest"}.get(lr)

@@ -344,8 +344,6 @@ def saved(folder):
     try:
         d = json.loads(path.read_text(encoding="utf-8"))
         s = {k: d[k] for k in ("size", "dtype_why", "compile_why", *TABLE)}
-        if isinstance(s["norm"], str) and ".py:" in s["norm"]:
-            own_variant(s["norm"])
         for name, value in s.items():
             kind = TABLE.get(name, (str,))[0]
             if name in FLAGS["Model"]:
@@ -354,11 +352,14 @@ def saved(folder):
                 raise ValueError(f"{flag(name)} {value!r}")
             if name in TABLE:
                 typed(name, str(value))
-        return s, d["data_meta"]["fingerprint"]
+        fingerprint = d["data_meta"]["fingerprint"]
     except FileNotFoundError:
         raise ValueError(f"{folder} has no config.json: nothing to resume") from None
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} is damaged, or not of a run ({e})") from None
+    if isinstance(s["norm"], str) and ".py:" in s["norm"]:
+        own_variant(s["norm"])  # its own file has changed since, or gone, perhaps
+    return s, fingerprint
 
 
 def idle_settings(s, config):

@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from bench import ours, where  # noqa: E402
 
+from data.check import flops  # noqa: E402
 from data.settings import resolve  # noqa: E402
 from nanonorm import VARIANTS  # noqa: E402
 
@@ -51,13 +52,6 @@ def matmul_peak(dtype):
         a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
         best = max(best, 2 * n**3 / settled(lambda a=a, b=b: a @ b, least=0.2)[1])
     return best
-
-
-def flops(config, tokens):
-    """Of one update: 6 a weight and token, and attention's two products, causal."""
-    weights = config.layers * (4 * config.dim**2 + 3 * config.dim * config.ffn)
-    weights += config.vocab * config.dim
-    return tokens * (6 * weights + 6 * config.layers * config.dim * config.block)
 
 
 def gpu_tests(table):

@@ -182,7 +182,7 @@ def test_a_gradient_of_zero_is_without_bound():
 
 def test_deep_blocks_near_the_identity_are_wasted_depth():
     """The nearest of the last quarter counts, by what the deeper half together then does."""
-    share = 0.5 * check.IDLE / (L / 2)
+    share = 0.5 * min(check.NEAR, check.IDLE / (L / 2))
     why = one_bad(rows(), rows(jacobians=(0.5, 0.5, 0.5, 0.8 * share, share)))
     assert "wasted depth" in why and f"{share:.1%}" in why and f"{share * L / 2:.0%}" in why
     for jacobians in ((0.001, 0.001, 0.001, 0.001, 0.5), (0.001, 0.001, 0.001, 0.5, 0.001)):
@@ -191,10 +191,16 @@ def test_deep_blocks_near_the_identity_are_wasted_depth():
 
 
 def test_in_a_deeper_model_each_block_may_do_less():
-    share = 1.5 * check.IDLE / (L / 2)
-    some = rows(jacobians=(share,) * 5)
-    assert not check.verdicts(some, some, L)[0][0]
-    assert check.verdicts(some, some, L // 2)[0][0]
+    some, deep = rows(jacobians=(0.9 * check.NEAR,) * 5), 2 * check.IDLE / (0.9 * check.NEAR)
+    wide = [r | {"block": 10**6} for r in some]  # past three quarters of any depth
+    assert check.verdicts(some, wide, int(0.9 * deep))[0][0]
+    assert not check.verdicts(some, wide, int(1.1 * deep))[0][0]
+
+
+def test_a_shallow_model_is_not_idle_for_being_shallow():
+    """Few blocks sum up to little; each must be near the identity too."""
+    some = rows(jacobians=(1.1 * check.NEAR,) * 5)
+    assert not check.verdicts(some, some, 2)[0][0]
 
 
 def test_a_stream_that_grows_is_bad():
