@@ -17,7 +17,7 @@ import torch
 
 import train
 from data.batches import get_batch
-from data.grid import mean_of, summarize, write_csv
+from data.grid import OUTCOMES, mean_of, summarize, write_csv
 from data.prepare import load, prepare
 from data.settings import short_name
 from nanonorm import Config, Transformer
@@ -32,6 +32,7 @@ SEEDS = range(3 if FULL else 2)
 LONG = dict(layers=24, dim=64, heads=2, batch=8, steps=400, eval_every=400, save_every=400,
             probe_every=50, embed_std=0.02)  # fmt: skip
 SHORT = LONG | dict(layers=12, steps=150, eval_every=150, save_every=150)
+HOW = "12 blocks, 150 updates, at rates tuned on the long runs"  # of the SHORT ones
 if not FULL:
     LONG |= dict(layers=6, dim=32, heads=1, batch=32, block=32, steps=8, probe_every=4)
     SHORT |= dict(layers=3, dim=32, heads=1, batch=32, block=32, steps=4, probe_every=4)
@@ -94,9 +95,15 @@ def run(norm, init="scale_init", lr=None, seed=0, base=None, **more):
     folder = HOME / name
 
     def made():
-        if not (folder / "ckpt.pt").exists():
+        ended = (folder / "status.json").exists() and any(
+            f'"{word}"' in (folder / "status.json").read_text(encoding="utf-8") for word in OUTCOMES
+        )
+        if not ended:
             flags = given | {"norm": norm, "init": init, "lr": float(lr), "seed": seed}
-            code = train.run("tiny", flags, str(folder), None, heading=name, bare=True)
+            asked = ("tiny", flags, str(folder), None)
+            if (folder / "config.json").exists():  # interrupted: it goes on
+                asked = (None, {}, None, str(folder))
+            code = train.run(*asked, heading=name, bare=True)
             if code not in (0, 3):
                 raise SystemExit(f"{name} ended with {code}")
         return folder

@@ -39,7 +39,7 @@ GUARDS = {
         "train: compiling_without_a_compiler_is_refused_and_auto_does_without",
     "flame#47: gains stay at 1 under bf16": "model: norm_gains_move_in_mixed_precision",
     "nanoGPT#136: NaN overwrites the checkpoint": "train: a_divergence_leaves_the_last_good",
-    "nanoGPT#137: the loss climbs, one cannot see why": "train: layers_has_a_row_for_every_logged",
+    "nanoGPT#137: the loss climbs, one cannot see why": "train: layers_has_a_row_for_every_probed",
     "litgpt PR#1720: fp16 on a CPU": "train: bad_input_is_one_line_and_nothing_is_written",
     "pytorch#114511, HeavyBall#16: one graph a layer": "model: one_graph_for_each_kind_of_block",
     "nanoGPT#325: _orig_mod. in the saved names": "faults: compiled_and_plain_runs_save_the_same",
@@ -73,7 +73,7 @@ GUARDS = {
     "snowfall PR#184: a norm applied twice or never": "variants: number_of_norms",
     "annotated-transformer#1: text says post, code pre": "readme: variant_table_is_that_of",
     "gpt-neox PR#1408: one name for two things": "model: names_of_the_releases_are_not_ours",
-    "pytorch#55270: a start that fails in deep post-norm": "model: at_init_shows_what_each_variant",
+    "pytorch#55270: a start that fails in deep post-norm": "probes: at_init_shows_what_each_variant",
     "MixLN#1: a short warm-up, and no way to see it": "train: the_learning_rate_of_every_update",
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """analyze.ipynb as it is committed: executed, short cells, every verdict shown, no machine in it.
 
-That each cell runs is checked by executing it: `jupyter execute analyze.ipynb` (in .ci/run).
+That each cell runs is checked by executing it on toy models: `jupyter execute analyze.ipynb`.
 """
 
 import csv
