@@ -129,7 +129,7 @@ def run_grid(size, given, out, home, run):
             continue
         left = scale * sum(c for c, (n, _, s) in zip(cost[i:], runs[i:], strict=True)
                            if state_of(folder / n, s) not in OUTCOMES)  # fmt: skip
-        what = " ".join(f"{k}={shown(s[k]) if k == 'norm' else s[k]}" for k in swept)
+        what = " ".join(f"{k}={str(s[k]).rpartition('/')[2]}" for k in swept)
         heading = f"run {i + 1}/{total}  {what}  about {clock(left)} left"
         say(heading)
         if state == "stopped" and not any((folder / name).glob("ckpt*.pt")):
