@@ -73,7 +73,7 @@ GUARDS = {
     "snowfall PR#184: a norm applied twice or never": "variants: number_of_norms",
     "annotated-transformer#1: text says post, code pre": "readme: variant_table_is_that_of",
     "gpt-neox PR#1408: one name for two things": "model: names_of_the_releases_are_not_ours",
-    "pytorch#55270: a start that fails in deep post-norm": "probes: at_init_shows_what_each_variant",
+    "pytorch#55270: a start that fails in deep post-norm": "probes: at_init_shows_what_each",
     "MixLN#1: a short warm-up, and no way to see it": "train: the_learning_rate_of_every_update",
 }  # fmt: skip
 
