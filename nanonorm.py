@@ -692,10 +692,12 @@ class Transformer(LlamaNames, nn.Module):
         self.init_weights()
 
     def forward(self, ids, targets=None):
-        x = self.norm(self.final_stream(ids))
-        if targets is None:
-            return at_least_fp32(self.head(x))
-        return head_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
+        x = self.final_stream(ids)
+        return at_least_fp32(self.head(self.norm(x))) if targets is None else self.loss(x, targets)
+
+    def loss(self, x, targets):
+        """The mean cross-entropy of head(norm(x)), x (B, T, C) as the stream after all blocks."""
+        return head_loss(self.norm(x).flatten(0, 1), self.head.weight, targets.flatten())
 
     def final_stream(self, ids):
         """The stream (B, T, C) after the last block, before the final norm."""
@@ -1080,11 +1082,7 @@ def jacobian_distance(model, l, x, samples=8, seed=0):
 def exit_losses(model, ids, targets):
     """Cross-entropy, in nats, of head(norm(x_l)) for l = 0..L: (L + 1,). The last is the loss."""
     losses = []
-
-    def stream(l, x):
-        losses.append(head_loss(model.norm(x).flatten(0, 1), model.head.weight, targets.flatten()))
-
-    visit(model, ids, stream)
+    visit(model, ids, stream=lambda l, x: losses.append(model.loss(x, targets)))
     return torch.stack(losses)
 
 
@@ -1097,13 +1095,12 @@ def removal_losses(model, ids, targets):
     xs, T = streams(model, ids), ids.shape[1]
     blocks = [_eager_block(model, l, T, xs) for l in range(1, len(xs))]
     losses = []
-    for skipped in (None, *range(len(blocks))):
-        x = xs[-1] if skipped is None else xs[skipped]
-        for run in blocks[skipped + 1 :] if skipped is not None else ():
+    for l in range(len(blocks)):
+        x = xs[l]  # the input of block l + 1, which goes to the next one
+        for run in blocks[l + 1 :]:
             x = run(x)
-        x = model.norm(x).flatten(0, 1)
-        losses.append(head_loss(x, model.head.weight, targets.flatten()))
-    return torch.stack(losses[1:]) - losses[0]
+        losses.append(model.loss(x, targets))
+    return torch.stack(losses) - model.loss(xs[-1], targets)
 
 
 def at_init(norm, layers=64, dim=64, init=None, batch=4, seed=0):

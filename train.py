@@ -48,6 +48,7 @@ from data.runs import (
     check_state,
     checkpoint,
     lock,
+    quiet,
     refuse_taken,
     say,
     show_progress,
@@ -358,7 +359,7 @@ def start(size, given, out, resume, world, heading, bare):
         world.held = lock(folder)
     if not world.chief:  # the text is prepared once
         world.wait()
-    model, data = build(s, config, (lambda *_: None) if heading else print)
+    model, data = build(s, config, quiet if heading else print)
     if world.chief:
         world.wait()
     if resume:

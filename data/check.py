@@ -17,6 +17,7 @@ import nanonorm
 from data.batches import get_batch, window_starts
 from data.engine import memory_estimate
 from data.prepare import Parser, load, one_line, open_streams, prepare
+from data.runs import quiet
 from data.settings import BLOCK_S, PRODUCT_S, add_flags, flag, given_flags, resolve
 from nanonorm import (
     INITS,
@@ -107,7 +108,7 @@ def look(model, ids, targets, blocks):
 def trial(s, config):
     """(rows at init, rows after the updates, [loss of each], tried config) of a short training."""
     c, updates = reduced(config)
-    ids = load(prepare(s["data"], c.vocab, block=c.block, log=lambda *_: None))[0]
+    ids = load(prepare(s["data"], c.vocab, block=c.block, log=quiet))[0]
     torch.manual_seed(s["seed"])
     model, blocks, batch = Transformer(c), shown_blocks(c.layers), max(1, TOKENS // c.block)
     opt = torch.optim.AdamW(model.parameters(), betas=(s["beta1"], s["beta2"]), fused=True)

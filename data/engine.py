@@ -127,6 +127,8 @@ def ended_as_by_ctrl_c():
 class Interrupts:
     """The first SIGINT, SIGTERM or SIGHUP ends the loop after its step; a second ends all."""
 
+    pressed = False  # in any run of this process so far: a grid stops after that run
+
     def __enter__(self):
         self.asked = False
         signals = [signal.SIGINT, signal.SIGTERM]
@@ -134,8 +136,6 @@ class Interrupts:
             signals.append(signal.SIGHUP)  # the terminal is closed, and nohup was not asked for
         self.old = {sig: signal.signal(sig, self.ask) for sig in signals}
         return self
-
-    pressed = False  # by whom, of all runs of this process: a grid stops after its run
 
     def ask(self, *_):
         Interrupts.pressed = True

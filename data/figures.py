@@ -17,19 +17,27 @@ STYLES = {
 }  # fmt: skip
 
 
+def plain_pyplot(backend=None):
+    """matplotlib.pyplot as it comes; loaded when first drawn with, and without its own warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EncodingWarning)
+        import matplotlib
+
+        if backend:
+            matplotlib.use(backend)
+        import matplotlib.pyplot as plt
+    return plt
+
+
 def pyplot():
     """matplotlib.pyplot, drawing to files or to a notebook, in this project's style."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EncodingWarning)  # matplotlib's own
-        import matplotlib
-        import matplotlib.pyplot as plt
+    plt = plain_pyplot()
     plt.rcParams |= {
         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
         "figure.constrained_layout.use": True, "axes.titlesize": 10, "axes.labelsize": 9,
         "xtick.labelsize": 8, "ytick.labelsize": 8, "font.size": 9, "figure.dpi": 100,
-        "svg.fonttype": "none", "text.parse_math": False,
+        "svg.fonttype": "none", "text.parse_math": False, "savefig.dpi": 120,
     }  # fmt: skip
-    matplotlib.rcParams["savefig.dpi"] = 120
     return plt
 
 
@@ -77,10 +85,8 @@ def by_depth(ax, lines, ylabel, xlabel="block", log=True):
         y = np.atleast_2d(np.asarray(values, float))
         x, mean = np.arange(1, y.shape[1] + 1), y.mean(0)
         look = style(name.split(" ")[0])
-        used[look["color"]] = used.get(look["color"], -1) + 1
-        dash = (
-            ("-", "--", ":", "-.")[used[look["color"]] % 4] if used[look["color"]] else look["ls"]
-        )
+        again = used[look["color"]] = used.get(look["color"], -1) + 1  # a colour drawn before
+        dash = ("-", "--", ":", "-.")[again % 4] if again else look["ls"]
         ax.plot(x, mean, color=look["color"], ls=dash, lw=1.4)
         if len(y) > 1:
             se = y.std(0, ddof=1) / len(y) ** 0.5

@@ -19,7 +19,7 @@ import numpy as np
 from data.engine import Interrupts
 from data.figures import label_lines, pyplot, shown, style
 from data.prepare import read_source
-from data.runs import lock, say, write_atomically
+from data.runs import clock, lock, say, write_atomically
 from data.settings import (
     FREE_ON_RESUME,
     TABLE,
@@ -36,7 +36,7 @@ FOLLOWS = ("device", "dtype", "compile", "min_lr", "warmup", "embed_norm", *FREE
 OUTCOMES = ("finished", "diverged")
 
 
-def plan(size, given, home):
+def plan(size, given):
     """(grid folder's name, [(name of a run, its flags, its settings)]), all of them checked.
 
     The seeds come last: every variant is seen once before any is seen twice. Compared variants
@@ -106,7 +106,7 @@ def run_grid(size, given, out, home, run):
     Returns the exit code: 0 when all are finished or diverged, 130 when interrupted, else that of
     the run that could not be made.
     """
-    name, runs = plan(size, given, home)
+    name, runs = plan(size, given)
     folder = Path(out) if out else home / "runs" / name
     if any((folder / f).exists() for f in ("config.json", "ckpt.pt")):
         raise ValueError(f"{folder} holds a run: name another folder for the grid with --out")
@@ -124,13 +124,14 @@ def run_grid(size, given, out, home, run):
     cost = [cpu_seconds(s) for *_, s in runs]
     started, spent, scale = time.perf_counter(), 0.0, 1.0
     for i, (name, flags, s) in enumerate(runs):
-        state = state_of(folder / name, s)  # another process may work on the same grid
+        # read again: another process may work on the same grid
+        states = [state_of(folder / n, settings) for n, _, settings in runs[i:]]
+        state = states[0]
         if state in (*OUTCOMES, "busy"):
             continue
-        left = scale * sum(c for c, (n, _, s) in zip(cost[i:], runs[i:], strict=True)
-                           if state_of(folder / n, s) not in OUTCOMES)  # fmt: skip
+        left = [c for c, st in zip(cost[i:], states, strict=True) if st not in OUTCOMES]
         what = " ".join(f"{k}={str(s[k]).rpartition('/')[2]}" for k in swept)
-        heading = f"run {i + 1}/{total}  {what}  about {clock(left)} left"
+        heading = f"run {i + 1}/{total}  {what}  about {clock(scale * sum(left))} left"
         say(heading)
         if state == "stopped" and not any((folder / name).glob("ckpt*.pt")):
             clear(folder / name)
@@ -158,10 +159,6 @@ def run_grid(size, given, out, home, run):
     say(as_text(table))
     say(f"{folder}/summary.csv, runs.csv, compare.png")
     return 0
-
-
-def clock(seconds):
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 # ---- What the runs say --------------------------------------------------------------------------
@@ -223,9 +220,8 @@ def summarize(runs):
     n: finished seeds; diverged: the others; val_bpb: their mean, se: its standard error (None of
     one seed). best: 1 at the lowest mean, over the seeds that all rates have, among the rates where
     the smallest share diverges; edge: that rate is the lowest or highest tried, so a better one may
-    lie outside. ahead, ahead_se: the loss of the
-    first norm (pre, if there) of the same other settings minus this one's, seed by seed, each at
-    its own best rate: above 0 this one is better.
+    lie outside. ahead, ahead_se: the loss of the first norm (pre, if there) of the same other
+    settings minus this one's, seed by seed, each at its own best rate: above 0 this one is better.
     """
     keys, rows, groups = telling(runs), [], {}
     for r in runs:

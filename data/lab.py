@@ -8,8 +8,9 @@ tables are under data/results/core/ are made again only where their weights are 
 
 import csv
 import hashlib
+import json
 import os
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import train
 from data.batches import get_batch
 from data.grid import OUTCOMES, mean_of, summarize, write_csv
 from data.prepare import load, prepare
+from data.runs import quiet
 from data.settings import short_name
 from nanonorm import Config, Transformer
 from sample import load_run
@@ -36,10 +38,6 @@ HOW = "12 blocks, 150 updates, at rates tuned on the long runs"  # of the SHORT 
 if not FULL:
     LONG |= dict(layers=6, dim=32, heads=1, batch=32, block=32, steps=8, probe_every=4)
     SHORT |= dict(layers=3, dim=32, heads=1, batch=32, block=32, steps=4, probe_every=4)
-
-
-def quiet(*_):
-    pass
 
 
 class Run:
@@ -95,10 +93,9 @@ def run(norm, init="scale_init", lr=None, seed=0, base=None, **more):
     folder = HOME / name
 
     def made():
-        ended = (folder / "status.json").exists() and any(
-            f'"{word}"' in (folder / "status.json").read_text(encoding="utf-8") for word in OUTCOMES
-        )
-        if not ended:
+        status = folder / "status.json"
+        found = json.loads(status.read_text(encoding="utf-8")) if status.exists() else {}
+        if found.get("status") not in OUTCOMES:
             flags = given | {"norm": norm, "init": init, "lr": float(lr), "seed": seed}
             asked = ("tiny", flags, str(folder), None)
             if (folder / "config.json").exists():  # interrupted: it goes on
@@ -125,6 +122,7 @@ def core():
     return [r | {k: number(r[k]) for k in ("lr", "seed", "val_bpb", "loss")} for r in rows]
 
 
+@cache
 def core_summary():
     """The core grid, summed up as data/grid.py does: one row a variant, init and learning rate."""
     return summarize(core())
@@ -136,10 +134,16 @@ def best_lr(norm, init):
     return found[0]["lr"] if found else 3e-3
 
 
+@cache
+def tokens():
+    """(training ids, held-out ids) of shakespeare.txt."""
+    return load(prepare("shakespeare", 2048, block=64, log=quiet))[:2]
+
+
 def text(batch=8, T=None, seed=0):
     """(ids, targets), (batch, T) each, of the held-out text of shakespeare.txt."""
     T = T or (64 if FULL else 32)
-    val = load(prepare("shakespeare", 2048, block=T, log=quiet))[1]
+    val = tokens()[1]
     starts = np.random.default_rng(seed).integers(0, len(val) - T - 1, batch)
     return get_batch(val, starts, T)
 
@@ -153,7 +157,7 @@ def fresh(norm, layers, dim=64, seed=0, **settings):
 
 def further(model, steps, lr, seed=0, batch=8):
     """Train a model on for some steps with AdamW at a constant rate; returns it."""
-    ids, _, _ = load(prepare("shakespeare", 2048, block=64, log=quiet))
+    ids = tokens()[0]
     T, rng = model.config.block, np.random.default_rng(seed)
     opt = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), fused=True)
     model.train()

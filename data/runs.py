@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import sys
-import warnings
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.figures import plain_pyplot
 from data.settings import FREE_ON_RESUME, TABLE, flag
 from nanonorm import LAYER_COLUMNS
 
@@ -203,6 +203,14 @@ def say(text, end="\n"):
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
+def quiet(*_):
+    """In the place of print where many runs would say the same."""
+
+
+def clock(seconds):
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
 def show_progress(row, steps, bpb, left, heading=""):
     """One line. On a terminal it is rewritten in place; in a log file each is a line of its own.
 
@@ -210,9 +218,9 @@ def show_progress(row, steps, bpb, left, heading=""):
     """
     if heading and not sys.stdout.isatty():
         return
-    left = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
-    line = (f"step {row['step']}/{steps} ({row['step'] / steps:.0%})  loss {row['loss']:.4f}  "
-            f"{bpb:.3f} bits/byte  {row['tok_per_s']:,.0f} tokens/s  {left} left")  # fmt: skip
+    line = (f"step {row['step']}/{steps} ({row['step'] / steps:.0%})  "
+            f"loss {row['loss']:.4f}  {bpb:.3f} bits/byte  "
+            f"{row['tok_per_s']:,.0f} tokens/s  {clock(left)} left")  # fmt: skip
     evaluated = row["val_loss"] != ""
     if evaluated:
         line += f"  held-out: loss {row['val_loss']:.4f}, {row['val_bpb']:.4f} bits/byte"
@@ -223,13 +231,8 @@ def show_progress(row, steps, bpb, left, heading=""):
 
 def plot(folder):
     """Draw loss.png and layers.png from log.csv and layers.csv; a divergence is marked."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EncodingWarning)  # matplotlib's own
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        import matplotlib.ticker
+    plt = plain_pyplot("Agg")
+    import matplotlib.ticker
 
     def columns(name, keys):
         with open(folder / name, encoding="utf-8", newline="") as f:
