@@ -21,6 +21,23 @@ from nanonorm import LAYER_COLUMNS
 FORMAT = 2  # of ckpt.pt
 LOG = ("step", "tokens", "seconds", "loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s")
 LAYERS = ("step", "block", *LAYER_COLUMNS)
+DRAWN_LARGE = ("variance", "grad_norm")
+PICTURES = {  # of each column of layers.csv: what it is, and whether its axis is logarithmic
+    "variance": ("stream variance of each block", True),
+    "grad_norm": ("gradient norm of each block", True),
+    "grad_norm_ffn": ("gradient norm, FFN matrices", True),
+    "weight_norm": ("weight norm", False),
+    "gate_attn": ("gate after attention, SiLU(α)", False),
+    "gate_ffn": ("gate after the FFN, SiLU(α)", False),
+    "influence": ("Block Influence, 1 − cos", True),
+    "angle": ("angular distance, in π", False),
+    "ratio_attn": ("attention over stream, rms", True),
+    "ratio_ffn": ("FFN over stream, rms", True),
+    "sigma_attn": ("std of the sum, attention", True),
+    "sigma_ffn": ("std of the sum, FFN", True),
+    "kurtosis": ("kurtosis of the channels", False),
+    "entropy": ("attention entropy, nats", False),
+}
 
 
 def write_atomically(path, write):
@@ -243,7 +260,7 @@ def plot(folder):
 
     def finish(fig, axes, name):
         for ax in axes:
-            ax.set_xlabel("step (updates)")
+            ax.set_xlabel("step (updates)", fontsize=8)
             ax.spines[["top", "right"]].set_visible(False)
             if status["status"] == "diverged":
                 ax.axvline(status["step"] + 1, color="crimson", ls=":")
@@ -262,22 +279,31 @@ def plot(folder):
     ax.legend(frameon=False)
     finish(fig, [ax], "loss.png")
 
-    step, block, variance, grad = columns("layers.csv", LAYERS[:4])
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    step, block, *values = columns("layers.csv", LAYERS)
+    values = dict(zip(LAYERS[2:], values, strict=True))
+    there = [k for k, v in values.items() if np.isfinite(v).any()]  # without GPAS there is no gate
+    small = [k for k in there if k not in DRAWN_LARGE]
+    rows = -(-len(small) // 4)
+    places = [[k for k in DRAWN_LARGE for _ in range(2)]]
+    places += [(small + ["."] * 3)[4 * r : 4 * r + 4] for r in range(rows)]
+    fig, axes = plt.subplot_mosaic(places, figsize=(10, 3.6 + 2 * rows), layout="constrained",
+                                   height_ratios=[3.4] + [2] * rows)  # fmt: skip
     last = int(block.max()) if len(block) else 1
     shown = np.unique(np.linspace(1, last, 16).round())
-    for ax, y, what in zip(
-        axes, (variance, grad), ("stream variance", "gradient norm"), strict=True
-    ):
+    for name, ax in axes.items():
+        what, log = PICTURES[name]
         for b in shown:
-            at = (block == b) & np.isfinite(y) & (y > 0)
+            y = values[name]
+            at = (block == b) & np.isfinite(y) & ((y > 0) | (not log))
             ax.plot(step[at], y[at], lw=1.2, color=plt.cm.viridis((b - 1) / max(1, last - 1)))
-        ax.set_yscale("log")
-        ax.set_title(f"{what} of each block", fontsize=10)
+        ax.set_yscale("log" if log else "linear")
+        ax.set_title(what, fontsize=10 if name in DRAWN_LARGE else 8)
+        ax.tick_params(which="both", labelsize=8 if name in DRAWN_LARGE else 6)
     key = plt.cm.ScalarMappable(plt.Normalize(1, max(2, last)), "viridis")
     whole = matplotlib.ticker.MaxNLocator(integer=True)
-    fig.colorbar(key, ax=axes, ticks=whole, label="block (1: next to the embedding)")
-    finish(fig, axes, "layers.png")
+    bar = fig.colorbar(key, ax=[*axes.values()], ticks=whole, aspect=40)
+    bar.set_label("block (1: next to the embedding)")
+    finish(fig, axes.values(), "layers.png")
 
 
 class Record:

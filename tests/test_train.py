@@ -1,5 +1,6 @@
 """What train.py promises: its settings, its loop, its folder, resuming, divergence, bad input."""
 
+import csv
 import itertools
 import math
 import os
@@ -31,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import train
 from data import runs, settings
 from data.prepare import load, prepare
+from data.runs import LAYERS, PICTURES, plot
 from nanonorm import Config, Transformer
 from sample import load_run
 
@@ -590,6 +592,34 @@ def test_every_promised_file_is_there_and_no_half_written_one(finished):
     assert not [name for name in names if "tmp" in name]
     assert is_picture(finished.folder / "loss.png") and is_picture(finished.folder / "layers.png")
     assert len(finished.text("sample.txt")) > 20
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_layers_png_draws_every_column_that_has_values(tmp_path, monkeypatch, gates):
+    """In each panel a line for each block, with the numbers of the table."""
+    columns = [c for c in LAYERS[2:] if gates or not c.startswith("gate")]
+    rows = [{"step": step, "block": block} | {
+        c: step + 0.01 * block + i for i, c in enumerate(columns)} for step in (1, 5, 9)
+        for block in (1, 2, 3)]  # fmt: skip
+    with open(tmp_path / "layers.csv", "w", encoding="utf-8", newline="") as f:
+        table = csv.DictWriter(f, LAYERS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+    (tmp_path / "log.csv").write_text("step,loss,val_loss\n1,2,2\n", encoding="utf-8")
+    (tmp_path / "status.json").write_text('{"status": "finished"}', encoding="utf-8")
+    figures = {}
+    save = lambda self, path, **kw: figures.setdefault(path.name, self)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
+    plot(tmp_path)
+    panels = {ax.get_title(): ax for ax in figures["layers.png"].axes}
+    for i, c in enumerate(columns):
+        ax = panels[PICTURES[c][0]]
+        assert [list(line.get_xdata()) for line in ax.lines] == [[1, 5, 9]] * 3
+        for block, line in enumerate(ax.lines, 1):
+            assert list(line.get_ydata()) == pytest.approx(
+                [s + 0.01 * block + i for s in (1, 5, 9)]
+            )
+    assert len(panels) == len(columns) + 1  # and the scale of the blocks
 
 
 def test_log_has_the_promised_columns_and_rows(finished):
