@@ -30,7 +30,7 @@ from nanonorm import (
     streams,
 )
 
-UPDATES, TOKENS, SECONDS = 20, 128, 25  # of the trial; its seconds decide how wide it can be
+UPDATES, TOKENS, SECONDS = 20, 128, 40  # of the trial; its seconds decide how wide it can be
 UNEVEN = 100  # gradients of two blocks that differ so many times
 NEAR = 0.02  # so near to the identity is a deep block, as a share,
 IDLE = 0.25  # and so near the deeper half of the blocks together, if all of them agree
@@ -84,7 +84,7 @@ def reduced(c):
     """
     widths = [c.dim, *(w for w in (256, 128, 64) if w < c.dim)]
     for dim in widths:
-        update = 1.5 * c.layers * (BLOCK_S + PRODUCT_S * TOKENS * dim**2)
+        update = c.layers * (BLOCK_S + PRODUCT_S * TOKENS * dim**2)
         if update * UPDATES <= SECONDS:
             break
     updates = min(UPDATES, max(1, int(SECONDS / update)))
