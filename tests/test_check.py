@@ -450,9 +450,10 @@ def test_blocks_that_write_nothing_are_wasted_depth(told, monkeypatch):
     d = told("--layers=8", "--lr=1e-6")
     assert {r["jacobian"] for r in d["at_init"]} == {0.0}
     assert max(r["jacobian"] for r in d["after"]) < check.NEAR
+    deep = max(r["jacobian"] for r in d["after"] if r["block"] >= 6)
     assert d["bad"] is True
     [why] = d["verdict"]
-    assert "of the identity" in why and "wasted depth" in why
+    assert f"within {deep:.2%} of the identity" in why and "wasted depth" in why
 
 
 def test_a_trial_that_is_not_finite_stops_there_and_is_bad(told):
